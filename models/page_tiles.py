@@ -238,7 +238,7 @@ def _last(group_X: jax.Array, num_groups: int) -> jax.Array:
 
 
 def _ancestors(parent_X: jax.Array, width: int) -> tuple[list[jax.Array], jax.Array]:
-    """Return each token's 2^i-th ancestor, or root, for i = 0, 1, …; and its depth, below `width`."""
+    """Return each token's 2^i-th ancestor, or root, for i = 0, 1, …; and its depth < `width`."""
     X = len(parent_X)
     up_X = jnp.where(parent_X < 0, jnp.arange(X, dtype=jnp.int32), parent_X)
     depth_X, ups = (parent_X >= 0).astype(jnp.int32), [up_X]

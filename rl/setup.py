@@ -29,7 +29,7 @@ from rl.data.prompts import DataOrder
 from rl.engine.engine import Engine, RolloutEngine, ThreadedEngine
 from rl.inputs import Inputs
 from rl.learner import critic, trainer
-from rl.learner.config import TrainSpec, why_other_bits, why_other_bits_on_gpus
+from rl.learner.config import TrainSpec, why_other_bits, why_other_bits_on_accelerators
 from rl.learner.gathering import own_devices
 from rl.learner.optimizer import TrainState, init_state, make_optimizer
 from rl.learner.trainer import Learner
@@ -381,14 +381,15 @@ def _why_other_bits(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) 
     tensor_ways, platform = 1 if mesh is None else mesh.shape["tensor"], jax.default_backend()
     if platform == "cpu":
         return why_other_bits(model, tensor_ways)
-    if platform not in GPU:
-        return f"expected CPUs or GPUs, whose kernels sum in one order, got a {platform}"
+    if platform not in (*GPU, "tpu"):
+        return f"expected CPUs, TPUs or GPUs, whose kernels sum in one order, got a {platform}"
     if config.cluster.rollouts != "local":
         return f"expected Cluster.rollouts='local', got {config.cluster.rollouts!r}"
     if (engines := engine_mesh(config, model, mesh)) is not None:
         tensor_ways = max(tensor_ways, engines.shape["tensor"])
     page_tokens = config.engine.page_tokens if config.engine.is_paged(is_cpu=False) else None
-    return why_other_bits_on_gpus(model, tensor_ways, config.trainer.dtype, page_tokens)
+    devices_in_use = platform, model, tensor_ways, config.trainer.dtype, page_tokens
+    return why_other_bits_on_accelerators(*devices_in_use)
 
 
 def run_mesh(config: TrainConfig) -> Mesh | None:

@@ -1,8 +1,8 @@
 """Attention of tokens to pages of keys and values: the kernels for TPUs.
 
 `append_and_attend` writes a new entry of each slot as well. Tiles of tokens of a slot are taken in
-turn; their pages come through buffers (`page_buffers_tpu`). All queries of a key/value head are rows of
-one product, and a page is a block of keys. Formulas: see `softmax_tpu`.
+turn; their pages come through buffers (`page_buffers_tpu`). All queries of a key/value head are
+rows of one product, and a page is a block of keys. Formulas: see `softmax_tpu`.
 
 B slots, N tiles, H heads, K key/value heads, G = H/K, h head size, X rows of a tile and key/value
 head, P pages, S = `KEYS` positions of a page, M pages of a slot at most. Sources: arXiv 1805.02867
@@ -68,8 +68,8 @@ def attend_tiles(
     A row sees the whole pages of its tile, and other pages of its path up to its position. `source`
     names the tokens of paths' positions, −1 of those that the slot's last page holds, [S, E], and
     has the tokens' keys and values, [Z, K, h]. With `is_partial` return the softmax instead,
-    float32 [N, K, X, h] and [N, K, X, l]: the top in lane 0, the total in others. Entries of a table
-    after the live ones are not read. Raises ValueError with the reason of `takes`.
+    float32 [N, K, X, h] and [N, K, X, l]: the top in lane 0, the total in others. Entries of a
+    table after the live ones are not read. Raises ValueError with the reason of `takes`.
     """
     (N, K, X, h), (P, _, S, _) = q_NKXh.shape, keys_PKSh.shape
     assert values_PKSh.shape == keys_PKSh.shape == (P, K, S, h)

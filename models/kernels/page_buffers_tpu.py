@@ -278,7 +278,7 @@ class Pages:
             self.state[2] = filled + 1
 
     def take(self, tile: jax.Array, first: jax.Array) -> jax.Array:
-        """Wait for the tile's pages from the first on; return their buffer, dead values set to 0."""
+        """Wait for a tile's pages from `first` on; return their buffer, dead values set to 0."""
         taken = self.state[3]
         self.state[3] = taken + 1
         buffer = jax.lax.rem(taken, self.call.buffers.num)

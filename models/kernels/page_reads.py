@@ -12,7 +12,7 @@ import jax
 
 
 class Paths(NamedTuple):
-    """The paths of each tile's slot: how many, the first one, and blocks of each, one after another."""
+    """The paths of each tile's slot: how many, the first one, and the blocks of each."""
 
     num_N: jax.Array
     first_N: jax.Array

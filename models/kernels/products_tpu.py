@@ -2,7 +2,7 @@
 
     y = Σ over blocks of inputs, in order, of x · wᵀ
 
-The block of inputs follows from their number alone. A sum over a block is the matrix unit's, which
+Blocks of inputs follow from their number alone. A sum over a block is the matrix unit's, which
 has the same order for every row. Weights are read once for `ROWS` rows.
 
 R rows, I inputs, O outputs.
@@ -18,29 +18,34 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from models.kernels.softmax_tpu import LANES, LAST, product as block_product
+from models.kernels import softmax_tpu
+from models.kernels.softmax_tpu import LANES, LAST
 
 ROWS, OUTPUTS, INPUTS = 1024, 1024, 512  # of a block, at most
+MIN_BLOCKS = 4
 VMEM_BYTES = 32 << 20
 
 
-def takes(inputs: int, dtype: Any) -> bool:
-    return inputs % LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16
+def takes(num_inputs: int, dtype: Any) -> bool:
+    """Return whether the kernel takes these sizes."""
+    return num_inputs % LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16
 
 
 def product(
     x_RI: jax.Array, weight_OI: jax.Array, dtype: Any, *, interpret: Any = False
 ) -> jax.Array:
     """Return x · wᵀ of bfloat16, [R, O] of `dtype`, summed in float32."""
-    (R, I), O = x_RI.shape, len(weight_OI)
-    inputs = next(n for n in (INPUTS, INPUTS // 2, LANES) if I % n == 0)
-    rows, outputs = min(ROWS, R), min(OUTPUTS, O)
-    grid = pl.cdiv(O, outputs), pl.cdiv(R, rows), I // inputs
-    item_bytes = jnp.dtype(dtype).itemsize
+    (num_rows, num_inputs), num_outputs = x_RI.shape, len(weight_OI)
+    inputs = next(n for n in (INPUTS, INPUTS // 2, LANES) if num_inputs % n == 0)
+    # several blocks of outputs, for both cores and for copies ahead
+    outputs = min(num_outputs, OUTPUTS, pl.cdiv(num_outputs, MIN_BLOCKS * LANES) * LANES)
+    rows = min(ROWS, num_rows)
+    grid = pl.cdiv(num_outputs, outputs), pl.cdiv(num_rows, rows), num_inputs // inputs
+    shape, item_bytes = (num_rows, num_outputs), jnp.dtype(dtype).itemsize
     return pl.pallas_call(
         partial(_kernel, num_blocks=grid[2]),
         out_shape=jax.ShapeDtypeStruct(
-            (R, O), dtype, manual_axis_type=jax.typeof(x_RI).manual_axis_type
+            shape, dtype, manual_axis_type=jax.typeof(x_RI).manual_axis_type
         ),
         grid=grid,
         in_specs=[
@@ -53,9 +58,10 @@ def product(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * R * I * O,
+            flops=2 * num_rows * num_inputs * num_outputs,
             transcendentals=0,
-            bytes_accessed=2 * I * (R * grid[0] + O * grid[1]) + R * O * item_bytes,
+            bytes_accessed=2 * num_inputs * (num_rows * grid[0] + num_outputs * grid[1])
+            + num_rows * num_outputs * item_bytes,
         ),
         interpret=interpret,
         name="product",
@@ -69,7 +75,7 @@ def _kernel(x: Any, weight: Any, out: Any, sum_ref: Any, *, num_blocks: int) -> 
     def _() -> None:
         sum_ref[...] = jnp.zeros_like(sum_ref)
 
-    sum_ref[...] += block_product(x[...], weight[...], LAST)
+    sum_ref[...] += softmax_tpu.product(x[...], weight[...], LAST)
 
     @pl.when(i == num_blocks - 1)
     def _() -> None:

@@ -153,9 +153,9 @@ class NumericsConfig:
 
     If all passes sum in one order, decoding, drafts, reuse and training find the same bits, in
     bfloat16 too: drafts change no token, and ratios of a batch's first update are 1. CPUs do so
-    unless a size does not fit; Hopper GPUs if `same_bits` is True, with one tile for all products,
-    which no GPU has timed yet. If passes cannot, True stops a run at its start, "auto" prints the
-    reason, False does nothing.
+    unless a size does not fit; TPUs and Hopper GPUs if `same_bits` is True, with products that no
+    device has timed yet. If passes cannot, True stops a run at its start, "auto" prints the reason,
+    False does nothing.
     """
 
     same_bits: bool | Literal["auto"] = "auto"
@@ -181,21 +181,23 @@ def why_other_bits(model: ModelConfig, tensor_ways: int) -> str | None:
     return None
 
 
-def why_other_bits_on_gpus(
-    model: ModelConfig, tensor_ways: int, dtype: Any, page_tokens: int | None
+def why_other_bits_on_accelerators(
+    platform: str, model: ModelConfig, tensor_ways: int, dtype: Any, page_tokens: int | None
 ) -> str | None:
-    """Return why passes on the GPUs in use find other bits; None if all sum in one order.
+    """Return why passes on the TPUs or GPUs in use find other bits; None if all sum in one order.
 
     Weights are split `tensor_ways` by the trainer or an engine, whose cache is pages of
     `page_tokens`, or rows.
     """
-    from models import sums_in_order_on_accelerators
-    from models.kernels import page_attention_gpu
-    from models.kernels.hopper import ROWS, is_hopper
+    import jax.numpy as jnp
 
+    from models import sums_in_order_on_accelerators
+    from models.kernels import hopper, page_attention_gpu, page_attention_tpu, products_tpu
+
+    is_tpu = platform == "tpu"
     if not sums_in_order_on_accelerators():
-        return "expected Numerics.same_bits=True before the start, else products have many tiles"
-    if not is_hopper():
+        return "expected Numerics.same_bits=True before the start, else products have many orders"
+    if not is_tpu and not hopper.is_hopper():
         return "expected GPUs of compute capability 9, got others"
     if tensor_ways > 1:
         return (
@@ -204,11 +206,14 @@ def why_other_bits_on_gpus(
         )
     if page_tokens is None:
         return "expected Engine.cache='pages', got rows"
-    if reason := page_attention_gpu.takes(model.head_dim, page_tokens, dtype):
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"expected Trainer.compute_dtype=bfloat16, got {jnp.dtype(dtype).name}"
+    kernel = page_attention_tpu if is_tpu else page_attention_gpu
+    if reason := kernel.takes(model.head_dim, page_tokens, dtype):
         return reason
     if model.lora is not None:
         return f"expected all weights to be trained, got Policy.lora_rank={model.lora.rank}"
-    return _odd_width(_widths(model), ROWS)
+    return _odd_width(_widths(model), products_tpu.LANES if is_tpu else hopper.ROWS)
 
 
 def _widths(model: ModelConfig) -> dict[str, int]:

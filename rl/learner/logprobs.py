@@ -63,9 +63,7 @@ def logprobs_and_entropy(
         logits_BCV = transformer.head(recipe.model, cast(head, dtype), hidden_BCD, axes)
         logits_BCV = constrain(logits_BCV, rows_axis, None, vocab_axis)
         processing_BC = processing.broadcast(targets_BC.shape)
-        logprobs_BC, entropy_BC = log_probs(
-            logits_BCV, targets_BC, *processing_BC, axes=axes
-        )
+        logprobs_BC, entropy_BC = log_probs(logits_BCV, targets_BC, *processing_BC, axes=axes)
         return logprobs_BC, jax.lax.stop_gradient(entropy_BC)
 
     chunk_tokens = recipe.trainer.logprob_chunk_tokens // ways_outside()

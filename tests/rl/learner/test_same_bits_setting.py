@@ -2,16 +2,18 @@
 
 import dataclasses
 import os
+from functools import partial
 
 import pytest
 
 import models
 from models.config import LoraShape, ModelConfig
 from models.kernels import hopper
-from rl.learner.config import why_other_bits, why_other_bits_on_gpus
+from rl.learner.config import why_other_bits, why_other_bits_on_accelerators
 
 MODEL = ModelConfig("llama", 50, 64, 1, 4, 2, 16, 96)
 OF_GPUS = ModelConfig("llama", 50, 256, 1, 4, 2, 64, 320)
+OF_TPUS = ModelConfig("llama", 50, 256, 1, 4, 2, 128, 384)
 
 
 def test_cpus_find_the_same_bits():
@@ -47,9 +49,13 @@ def hoppers(monkeypatch):
     models.sum_in_order_on_accelerators()
 
 
-def why_on_gpus(tensor_ways=1, dtype="bfloat16", page_tokens=128, **change):
-    model = dataclasses.replace(OF_GPUS, **change)
-    return why_other_bits_on_gpus(model, tensor_ways, dtype, page_tokens)
+def why_on(platform, tensor_ways=1, dtype="bfloat16", page_tokens=128, **change):
+    model = dataclasses.replace(OF_GPUS if platform == "cuda" else OF_TPUS, **change)
+    return why_other_bits_on_accelerators(platform, model, tensor_ways, dtype, page_tokens)
+
+
+why_on_gpus = partial(why_on, "cuda")
+why_on_tpus = partial(why_on, "tpu")
 
 
 def test_hoppers_find_the_same_bits(hoppers):
@@ -62,7 +68,7 @@ def test_hoppers_find_the_same_bits(hoppers):
         ({"tensor_ways": 2}, "Mesh.rollout_tensor=1, got weights that are split 2 ways"),
         ({"page_tokens": None}, "Engine.cache='pages', got rows"),
         ({"page_tokens": 16}, "pages of 64 or 128 positions, got 16"),
-        ({"dtype": "float32"}, "expected bfloat16 keys and values, got float32"),
+        ({"dtype": "float32"}, "expected Trainer.compute_dtype=bfloat16, got float32"),
         ({"head_dim": 80}, "head size of 64 or 128, got 80"),
         ({"d_ff": 352}, "a d_ff that 64 divides, got 352"),
         ({"lora": LoraShape(64, 32.0, ("mlp",))}, "got Policy.lora_rank=64"),
@@ -70,6 +76,24 @@ def test_hoppers_find_the_same_bits(hoppers):
 )
 def test_what_hoppers_do_not_take(hoppers, change, words):
     assert words in why_on_gpus(**change)
+
+
+def test_tpus_find_the_same_bits(hoppers):
+    assert why_on_tpus() is None
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"tensor_ways": 2}, "Mesh.rollout_tensor=1, got weights that are split 2 ways"),
+        ({"page_tokens": 64}, "pages of 128 positions, got 64"),
+        ({"head_dim": 64}, "head size that is a multiple of 128, got 64"),
+        ({"d_ff": 320}, "a d_ff that 128 divides, got 320"),
+        ({"dtype": "float32"}, "expected Trainer.compute_dtype=bfloat16, got float32"),
+    ],
+)
+def test_what_tpus_do_not_take(hoppers, change, words):
+    assert words in why_on_tpus(**change)
 
 
 def test_other_gpus(hoppers, monkeypatch):
