@@ -48,8 +48,8 @@ def linear(
 ) -> jax.Array:
     """x · weightᵀ; [..., I] to [..., O] of `dtype`, by default x's.
 
-    An adapted weight adds scale · x · Aᵀ · Bᵀ, of several adapters the one of each row of x. `axes`
-    are logical ones of the first axis and of the outputs, by which kernels are split.
+    An adapted weight adds scale · x · Aᵀ · Bᵀ, of several adapters the one of each row of x.
+    Kernels are split over a mesh by the logical `axes` of x's first axis and of the outputs.
     """
     way = Way(dtype or x.dtype, axes)
     if not isinstance(weight_OI, Adapted):

@@ -125,6 +125,7 @@ class Tiles:
         place_X, is_own_X = rank_X % size, row_X >= 0
         runs = after.num_runs or num_slots
         N = min(runs * -(-after.width // size), runs + X // size)
+        N += N % 2  # the two cores of a TPU share them
         tile_X = jnp.cumsum((place_X == 0) & is_own_X).astype(jnp.int32) - 1
         none_NA = jnp.full((N, size), X, jnp.int32)
         token_NA = none_NA.at[jnp.where(is_own_X, tile_X, N), place_X].set(at_X, mode="drop")

@@ -328,7 +328,7 @@ class Pages:
     def _source(self, tile: jax.Array, page: jax.Array) -> tuple[jax.Array, Any]:
         """Return which of its slot's pages a page of a tile is, and if that holds any of it.
 
-        Paths begin with the positions that the slot's last page holds.
+        A path starts with the positions that the slot's last page holds.
         """
         if not self.call.path_pages:
             return page, page >= 0

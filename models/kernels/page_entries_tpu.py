@@ -103,7 +103,7 @@ class Entry:
     def _row_and_blocks(
         self, pages: Pages, slot: jax.Array, buffer: jax.Array
     ) -> tuple[jax.Array, list[Any]]:
-        """Return the entry's row among those of a copy, and these rows of keys and values."""
+        """Return the entry's row in its copy, and the copied rows of keys and values."""
         nth, first, row = self._place(pages, slot)
         at = jax.lax.rem(nth, pages.call.buffers.pages)
         size = self._rows(pages)
