@@ -11,6 +11,8 @@ import dataclasses
 import math
 from typing import Any, Literal
 
+from models import sums_in_order_on_accelerators
+
 Architecture = Literal["llama", "qwen2", "qwen3"]
 
 
@@ -205,6 +207,11 @@ def param_specs(config: ModelConfig) -> Params:
     def matrix(outputs: int, inputs: int, axes: tuple[str, str], scale: float) -> ParamSpec:
         return ParamSpec((outputs, inputs), axes, scale)
 
+    def after_split(axis: str) -> tuple[str, str]:
+        """Return the axes of a matrix whose inputs other products split: sums over devices, or
+        outputs that are split too."""
+        return (axis, "embed") if sums_in_order_on_accelerators() else ("embed", axis)
+
     def vector(size: int, axis: str | None, scale: float | None) -> ParamSpec:
         return ParamSpec((size,), (axis,), scale)
 
@@ -213,11 +220,11 @@ def param_specs(config: ModelConfig) -> Params:
         query_QD=matrix(Q, D, ("heads", "embed"), into),
         key_PD=matrix(P, D, ("kv_heads", "embed"), into),
         value_PD=matrix(P, D, ("kv_heads", "embed"), into),
-        output_DQ=matrix(D, Q, ("embed", "heads"), Q**-0.5 * out),
+        output_DQ=matrix(D, Q, after_split("heads"), Q**-0.5 * out),
         mlp_norm_D=vector(D, None, None),
         gate_FD=matrix(F, D, ("mlp", "embed"), into),
         up_FD=matrix(F, D, ("mlp", "embed"), into),
-        down_DF=matrix(D, F, ("embed", "mlp"), F**-0.5 * out),
+        down_DF=matrix(D, F, after_split("mlp"), F**-0.5 * out),
         query_bias_Q=vector(Q, "heads", 0.0) if config.qkv_bias else None,
         key_bias_P=vector(P, "kv_heads", 0.0) if config.qkv_bias else None,
         value_bias_P=vector(P, "kv_heads", 0.0) if config.qkv_bias else None,

@@ -26,7 +26,7 @@ from models.attention import precision_of
 from models.config import Adapted, ModelConfig
 from models.kernels import power_of_two
 from models.layout import LONG_ROW_FEED_FORWARD_PARTS, LONG_ROW_TOKENS
-from models.sharding import Axes, by_device, platform_in_use
+from models.sharding import GPU, Axes, by_device, platform_in_use
 
 FEW_ROWS = 64  # of inputs
 PRODUCT = "product"  # names the result of a product in order, for `models.training`
@@ -65,7 +65,7 @@ def _product(way: Way, x: jax.Array, weight_OI: jax.Array, *more: jax.Array) -> 
     """Return x · wᵀ, and with `more`, inner and up_OR, inner · upᵀ added to it."""
     many = partial(_input_first, way.dtype)
     if is_in_order(x, weight_OI, *more):
-        platform = platform_in_use()
+        platform = "cuda" if (platform := platform_in_use()) in GPU else platform
         in_order = {platform: partial(_in_order, way, platform)}
         return jax.lax.platform_dependent(x, weight_OI, *more, **in_order, default=many)
     if more:
@@ -78,17 +78,17 @@ def _product(way: Way, x: jax.Array, weight_OI: jax.Array, *more: jax.Array) -> 
 
 
 def is_in_order(x: jax.Array, *more: jax.Array) -> bool:
-    """Return whether a kernel sums this product in one order, in any number of rows."""
+    """Return whether the platform in use sums this product in one order, in any number of rows."""
     given = x, *more
     if (platform := platform_in_use()) == "cpu":
         from models.kernels import products_cpu  # numba: half a second to import
 
         return all(products_cpu.takes(y.shape[-1], y.dtype) for y in given)
-    if platform != "tpu" or len(given) > 2 or not sums_in_order_on_accelerators():
+    if len(given) > 2 or not sums_in_order_on_accelerators():
         return False
     from models.kernels import products_tpu  # Pallas: a second to import
 
-    return all(products_tpu.takes(y.shape[-1], y.dtype) for y in given)
+    return platform != "tpu" or all(products_tpu.takes(y.shape[-1], y.dtype) for y in given)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -106,6 +106,8 @@ def _by_kernel(way: Way, platform: str, *given: jax.Array) -> tuple[jax.Array]:
         from models.kernels import products_cpu
 
         return (products_cpu.product(*given).astype(way.dtype),)
+    if platform == "cuda":  # with XLA's one tile
+        return (_input_first(way.dtype, *given),)
     from models.kernels import products_tpu
 
     x, weight_OI = given

@@ -385,8 +385,6 @@ def _why_other_bits(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) 
         return f"expected CPUs, TPUs or GPUs, whose kernels sum in one order, got a {platform}"
     if config.cluster.rollouts != "local":
         return f"expected Cluster.rollouts='local', got {config.cluster.rollouts!r}"
-    if (engines := engine_mesh(config, model, mesh)) is not None:
-        tensor_ways = max(tensor_ways, engines.shape["tensor"])
     page_tokens = config.engine.page_tokens if config.engine.is_paged(is_cpu=False) else None
     devices_in_use = platform, model, tensor_ways, config.trainer.dtype, page_tokens
     return why_other_bits_on_accelerators(*devices_in_use)

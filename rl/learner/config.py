@@ -168,11 +168,8 @@ def why_other_bits(model: ModelConfig, tensor_ways: int) -> str | None:
     """
     from models.kernels.cpu_tiles import LANES, LINE  # of a head, and of the inputs of a product
 
-    if model.num_kv_heads % tensor_ways:
-        return (
-            f"expected key/value heads that Mesh.tensor={tensor_ways} divides, got "
-            f"{model.num_kv_heads}"
-        )
+    if reason := _split_heads(model, tensor_ways):
+        return reason
     rank = {} if model.lora is None else {"Policy.lora_rank": model.lora.rank}
     if reason := _odd_width(_widths(model) | rank, LINE):
         return reason
@@ -186,7 +183,7 @@ def why_other_bits_on_accelerators(
 ) -> str | None:
     """Return why passes on the TPUs or GPUs in use find other bits; None if all sum in one order.
 
-    Weights are split `tensor_ways` by the trainer or an engine, whose cache is pages of
+    The heads of the trained weights are split `tensor_ways`; an engine's cache is pages of
     `page_tokens`, or rows.
     """
     import jax.numpy as jnp
@@ -199,11 +196,8 @@ def why_other_bits_on_accelerators(
         return "expected Numerics.same_bits=True before the start, else products have many orders"
     if not is_tpu and not hopper.is_hopper():
         return "expected GPUs of compute capability 9, got others"
-    if tensor_ways > 1:
-        return (
-            "expected Mesh.tensor=1 and Mesh.rollout_tensor=1, got weights that are split "
-            f"{tensor_ways} ways: sums over devices have no order"
-        )
+    if reason := _split_heads(model, tensor_ways):
+        return reason
     if page_tokens is None:
         return "expected Engine.cache='pages', got rows"
     if jnp.dtype(dtype) != jnp.bfloat16:
@@ -214,6 +208,14 @@ def why_other_bits_on_accelerators(
     if model.lora is not None:
         return f"expected all weights to be trained, got Policy.lora_rank={model.lora.rank}"
     return _odd_width(_widths(model), products_tpu.LANES if is_tpu else hopper.ROWS)
+
+
+def _split_heads(model: ModelConfig, tensor_ways: int) -> str | None:
+    if model.num_kv_heads % tensor_ways == 0:
+        return None
+    return (
+        f"expected key/value heads that Mesh.tensor={tensor_ways} divides, got {model.num_kv_heads}"
+    )
 
 
 def _widths(model: ModelConfig) -> dict[str, int]:

@@ -15,8 +15,16 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from benchmarks import passes
 from benchmarks.passes import Passes, differences
-from models import cached_attention, layers, page_tiles, row_attention, transformer
-from models.config import ModelConfig
+from models import (
+    cached_attention,
+    config,
+    layers,
+    page_tiles,
+    row_attention,
+    sharding,
+    transformer,
+)
+from models.config import MeshConfig, ModelConfig
 from models.kernels import (
     hopper,
     page_attention_gpu,
@@ -31,11 +39,11 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="interpre
 
 MODELS = {
     "cuda": ModelConfig("qwen3", 99, 64, 1, 3, 1, 64, 112, qk_norm=True),
-    "tpu": ModelConfig("qwen3", 99, 128, 1, 2, 1, 128, 256, qk_norm=True),
+    "tpu": ModelConfig("qwen3", 99, 128, 1, 4, 2, 128, 256, qk_norm=True),
 }
 PAGE_TOKENS = {"cuda": 64, "tpu": 128}
 TEXTS = passes.random_texts(99, 2, 2, np.random.default_rng(0), (58, 66), (4, 30))
-LONGER = passes.random_texts(99, 2, 2, np.random.default_rng(0), (120, 130), (4, 20))
+LONGER = passes.random_texts(99, 1, 2, np.random.default_rng(0), (118, 119), (16, 20))
 PASSES = {
     "trees": lambda pages: pages.verified(9),
     "chunks": lambda pages: pages.chunked(40, 1),
@@ -88,7 +96,7 @@ def tpu_in_use():
         patch.setattr(jax.lax, "platform_dependent", of_platform("tpu"))
         for module in (cached_attention, layers, row_attention):
             patch.setattr(module, "platform_in_use", lambda: "tpu")
-        for module in (layers, row_attention):
+        for module in (config, layers, row_attention):
             patch.setattr(module, "sums_in_order_on_accelerators", lambda: True)
         patch.setattr(softmax_tpu, "product", product)
         kernels = (
@@ -117,6 +125,24 @@ def bench(request):
 def test_bits_of_passes(bench, name):
     pages, want = bench
     found = differences(PASSES[name](pages), want)
+    names = "tokens_cdf", "tokens_gumbel", "logprobs", "hidden", "logits"
+    assert not any(found[name] for name in names), found
+
+
+@pytest.mark.parametrize("bench", ["tpu"], indirect=True)
+@pytest.mark.parametrize("name", ["trees", "several chunks", "training"])
+def test_bits_on_a_mesh(bench, name):
+    pages, want = bench
+    mesh = sharding.make_mesh(MeshConfig(data=2, tensor=2), jax.devices()[:4])
+    whole = pages.params
+    with jax.set_mesh(mesh):
+        specs = transformer.param_specs(pages.config)
+        assert specs.layers[0].down_DF.axes == ("mlp", "embed"), "outputs are split"
+        pages.params = jax.device_put(whole, sharding.param_shardings(mesh, specs))
+        try:
+            found = differences(PASSES[name](pages), want)
+        finally:
+            pages.params = whole
     names = "tokens_cdf", "tokens_gumbel", "logprobs", "hidden", "logits"
     assert not any(found[name] for name in names), found
 

@@ -65,7 +65,7 @@ def test_hoppers_find_the_same_bits(hoppers):
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"tensor_ways": 2}, "Mesh.rollout_tensor=1, got weights that are split 2 ways"),
+        ({"tensor_ways": 4}, "heads that Mesh.tensor=4 divides, got 2"),
         ({"page_tokens": None}, "Engine.cache='pages', got rows"),
         ({"page_tokens": 16}, "pages of 64 or 128 positions, got 16"),
         ({"dtype": "float32"}, "expected Trainer.compute_dtype=bfloat16, got float32"),
@@ -85,7 +85,6 @@ def test_tpus_find_the_same_bits(hoppers):
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"tensor_ways": 2}, "Mesh.rollout_tensor=1, got weights that are split 2 ways"),
         ({"page_tokens": 64}, "pages of 128 positions, got 64"),
         ({"head_dim": 64}, "head size that is a multiple of 128, got 64"),
         ({"d_ff": 320}, "a d_ff that 128 divides, got 320"),
