@@ -28,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 from benchmarks import environment, hlo
 from models.config import MeshConfig, ModelConfig
@@ -69,12 +69,9 @@ GPU_SHARE = "0.92"  # of its memory that JAX is told to take, as the configurati
 
 
 def round_programs(
-    model: ModelConfig, target: Any, tensor: int | Literal["auto"] = "auto"
+    model: ModelConfig, target: Any, positions: int = POSITIONS
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name, the compiled program and the mesh of a plain and a verifying round.
-
-    The engine splits weights `tensor` ways.
-    """
+    """Yield the name, the compiled program and the mesh of a plain and a verifying round."""
     import jax
     import jax.numpy as jnp
 
@@ -84,9 +81,9 @@ def round_programs(
     from rl.warm_up.compile_buckets import lowered
     from rl.warm_up.rollout_programs import Pool, Reach
 
-    mesh = rollout_mesh(devices_of(target), model.num_kv_heads, asked=tensor)
+    mesh = rollout_mesh(devices_of(target), model.num_kv_heads)
     engine = Engine(model, CONFIG, mesh=mesh, dtype=jnp.bfloat16)
-    sampling = SamplingConfig(max_new_tokens=POSITIONS - PROMPT)
+    sampling = SamplingConfig(max_new_tokens=positions - PROMPT)
     with engine.mesh_context(), engine.shapes_only():
         specs = transformer.param_specs(model)
         shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, engine.dtype), specs)

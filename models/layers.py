@@ -24,7 +24,6 @@ from jax.ad_checkpoint import checkpoint_name
 from models import sums_in_order_on_accelerators
 from models.attention import precision_of
 from models.config import Adapted, ModelConfig
-from models.kernels import power_of_two
 from models.layout import LONG_ROW_FEED_FORWARD_PARTS, LONG_ROW_TOKENS
 from models.sharding import GPU, Axes, by_device, platform_in_use
 
@@ -34,10 +33,11 @@ ADDED_AT_ONCE = 16  # parts of a sum
 
 
 class Way(NamedTuple):
-    """The dtype of a product, and the logical axes of its rows' first axis and of its outputs."""
+    """A product's dtype, the logical axes of its rows' first axis and of its outputs, its platform."""
 
     dtype: Any
     axes: tuple[str, str] = ("batch", "vocab")
+    platform: str = "cpu"
 
 
 def linear(
@@ -66,7 +66,7 @@ def _product(way: Way, x: jax.Array, weight_OI: jax.Array, *more: jax.Array) -> 
     many = partial(_input_first, way.dtype)
     if is_in_order(x, weight_OI, *more):
         platform = "cuda" if (platform := platform_in_use()) in GPU else platform
-        in_order = {platform: partial(_in_order, way, platform)}
+        in_order = {platform: partial(_in_order, way._replace(platform=platform))}
         return jax.lax.platform_dependent(x, weight_OI, *more, **in_order, default=many)
     if more:
         return _product(way, x, weight_OI) + _product(way, *more)
@@ -91,22 +91,21 @@ def is_in_order(x: jax.Array, *more: jax.Array) -> bool:
     return platform != "tpu" or all(products_tpu.takes(y.shape[-1], y.dtype) for y in given)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _in_order(way: Way, platform: str, *given: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_order(way: Way, *given: jax.Array) -> jax.Array:
     x, weight_OI, *_ = given
     rows, outputs = (way.axes[0], *[None] * x.ndim)[: x.ndim - 1], way.axes[1]
     axes: tuple[Axes, ...] = ((*rows, None), (outputs, None))
     result = (*x.shape[:-1], len(weight_OI)), (*rows, outputs)
-    local = partial(_by_kernel, way, platform)
-    return by_device(local, given, axes * (len(given) // 2), [result])[0]
+    return by_device(partial(_by_kernel, way), given, axes * (len(given) // 2), [result])[0]
 
 
-def _by_kernel(way: Way, platform: str, *given: jax.Array) -> tuple[jax.Array]:
-    if platform == "cpu":
+def _by_kernel(way: Way, *given: jax.Array) -> tuple[jax.Array]:
+    if way.platform == "cpu":
         from models.kernels import products_cpu
 
         return (products_cpu.product(*given).astype(way.dtype),)
-    if platform == "cuda":  # with XLA's one tile
+    if way.platform == "cuda":  # with XLA's one tile
         return (_input_first(way.dtype, *given),)
     from models.kernels import products_tpu
 
@@ -115,13 +114,11 @@ def _by_kernel(way: Way, platform: str, *given: jax.Array) -> tuple[jax.Array]:
     return (y_RO.reshape(*x.shape[:-1], -1),)
 
 
-def _in_order_fwd(
-    way: Way, platform: str, *given: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return checkpoint_name(_in_order(way, platform, *given), PRODUCT), given
+def _in_order_fwd(way: Way, *given: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return checkpoint_name(_in_order(way, *given), PRODUCT), given
 
 
-def _in_order_bwd(way: Way, _: str, given: tuple[jax.Array, ...], dy: jax.Array) -> tuple:
+def _in_order_bwd(way: Way, given: tuple[jax.Array, ...], dy: jax.Array) -> tuple:
     return jax.vjp(partial(_input_first, way.dtype), *given)[1](dy)
 
 
@@ -268,30 +265,14 @@ def sum_in_order(x_N: jax.Array) -> jax.Array:
     return x_N[..., 0]
 
 
-def sum_of_squares(x_D: jax.Array) -> jax.Array:
-    """Return Σ x² over the last axis of bfloat16 [..., D ≤ 2¹⁵] in float32, to about 2⁻¹⁶; [...].
-
-    x is scaled by a power of two and rounded to 15 bits: sums of whole numbers have no order.
-    """
-    x = x_D.astype(jnp.float32)
-    top_bits = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=-1), jnp.int32)
-    power = jnp.clip((top_bits >> 23) - 127, -100, 100)  # 2^power is top or below it
-    scaled_D = jnp.round(x * power_of_two(14 - power)[..., None]).astype(jnp.int32)
-    squares_D = scaled_D * scaled_D  # up to 2³⁰
-    high, low = (jnp.sum(y_D, axis=-1) for y_D in (squares_D >> 15, squares_D & (2**15 - 1)))
-    unscaled = power_of_two(power - 14)
-    return (high.astype(jnp.float32) * 2**15 + low.astype(jnp.float32)) * unscaled * unscaled
-
-
 @jax.custom_jvp
 def mean_square(x_D: jax.Array) -> jax.Array:
     """Return the mean of x² over the last axis, in float32; [..., 1]. A CPU sums in order."""
-    squares_D = jnp.square(x_D.astype(jnp.float32))
-    in_order = {"cpu": partial(sum_in_order, squares_D)}
-    if x_D.dtype == jnp.bfloat16 and sums_in_order_on_accelerators():
-        in_order["cuda"] = in_order["tpu"] = partial(sum_of_squares, x_D)
-    default = partial(jnp.sum, squares_D, axis=-1)
-    total = jax.lax.platform_dependent(**in_order, default=default)
+    squares_D = jnp.square(x_D.astype(jnp.float32))  # exact of bfloat16, fused with a sum or not
+    in_order, default = partial(sum_in_order, squares_D), partial(jnp.sum, squares_D, axis=-1)
+    if sums_in_order_on_accelerators():
+        default = in_order
+    total = jax.lax.platform_dependent(cpu=in_order, default=default)
     return total[..., None] / x_D.shape[-1]
 
 

@@ -120,7 +120,7 @@ def test_bits_of_passes_on_meshes(bench, axes, name, is_paged):
 
 def other_order(product):
     """Products sum their inputs backwards."""
-    return lambda dtype, *given: product(dtype, *(x[..., ::-1] for x in given))
+    return lambda way, *given: product(way, *(x[..., ::-1] for x in given))
 
 
 def by_xla(x):

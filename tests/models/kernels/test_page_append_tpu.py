@@ -9,7 +9,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from kernel_interpreters import finding_races, has_races_on_tpu
 from page_reference import B, arrays, h, only_live, reference
 
-from models.kernels import page_attention_tpu
+from models.kernels import page_attention_tpu, page_entries_tpu
 from models.kernels.page_attention_tpu import append_and_attend, takes
 from models.kernels.page_buffers_tpu import Buffers
 from models.page_attention import append_and_attend as with_any_path
@@ -113,7 +113,7 @@ def test_no_copy_races_with_a_product_or_another_copy(buffers, copies):
 
 def test_an_entry_that_nobody_waits_for_is_found(monkeypatch):
     """A planted fault: its copy may be late, and the next block comes into the buffer."""
-    monkeypatch.setattr(page_attention_tpu._Entry, "end", lambda self, pages, slot, buffer: None)
+    monkeypatch.setattr(page_entries_tpu.Entry, "end", lambda self, pages, slot, buffer: None)
     lengths = (128, 128, 128)
     q, keys, values, table = arrays(1, 1, 1, T, 2, jnp.float32)
     given = q, *entries(1, jnp.float32), keys, values

@@ -59,7 +59,7 @@ def test_several_cores_compute_what_one_does():
 
 def test_gradients_and_vmap_are_those_of_a_product():
     x_ZTI, weight_OI = numbers(2, 3, 32), numbers(5, 32, seed=1)
-    in_order = partial(layers._in_order, jnp.float32)
+    in_order = partial(layers._in_order, layers.Way(jnp.float32))
 
     def loss(product):
         return lambda *given: jnp.sum(jnp.sin(product(*given)))
