@@ -98,9 +98,17 @@ def attend_in_order(
     if not platform:
         return portable()
     split = Split.of_cache(held[1])
+    if platform == "tpu" and not _takes_table(table_BN[0], split.ways if has_own_slots else 1):
+        return portable()
     of_parts = _of_own_slots if has_own_slots and split.batch else _of_any_slots
     kernel = partial(of_parts, partial(_by_kernel, platform), split, new, held, after, *table_BN)
     return jax.lax.platform_dependent(**{platform: kernel}, default=portable)
+
+
+def _takes_table(table_BN: jax.Array, ways: int) -> bool:
+    from models.kernels import page_attention_tpu  # Pallas: a second to import
+
+    return page_attention_tpu.takes_table(len(table_BN) // ways, table_BN.shape[1])
 
 
 def _by_kernel(platform: str, *given: jax.Array, after: After) -> jax.Array:

@@ -33,7 +33,7 @@ ADDED_AT_ONCE = 16  # parts of a sum
 
 
 class Way(NamedTuple):
-    """A product's dtype, the logical axes of its rows' first axis and of its outputs, its platform."""
+    """A product's dtype, platform, and logical axes of its rows' first axis and of its outputs."""
 
     dtype: Any
     axes: tuple[str, str] = ("batch", "vocab")

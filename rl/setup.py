@@ -385,9 +385,26 @@ def _why_other_bits(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) 
         return f"expected CPUs, TPUs or GPUs, whose kernels sum in one order, got a {platform}"
     if config.cluster.rollouts != "local":
         return f"expected Cluster.rollouts='local', got {config.cluster.rollouts!r}"
+    if platform == "tpu" and (reason := _large_table(config, model, mesh)):
+        return reason
     page_tokens = config.engine.page_tokens if config.engine.is_paged(is_cpu=False) else None
     devices_in_use = platform, model, tensor_ways, config.trainer.dtype, page_tokens
     return why_other_bits_on_accelerators(*devices_in_use)
+
+
+def _large_table(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> str | None:
+    """Return why a TPU's scalar memory does not hold the pages of a device's slots."""
+    from models.kernels.page_attention_tpu import TABLE_BYTES, takes_table
+
+    engines, slots = engine_mesh(config, model, mesh), config.engine.max_slots
+    ways = 1 if engines is None else axis_ways(engines.shape, "batch")
+    pages = config.engine.slot_pages(config.longest_tokens)
+    if takes_table(-(-slots // ways), pages):
+        return None
+    return (
+        f"expected slots of at most {TABLE_BYTES // 4:,} pages together on a device, got "
+        f"Engine.slots={slots} of {pages} pages on {ways} device(s)"
+    )
 
 
 def run_mesh(config: TrainConfig) -> Mesh | None:

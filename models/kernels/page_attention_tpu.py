@@ -49,6 +49,11 @@ def takes(head_dim: int, page_tokens: int, dtype: Any) -> str | None:
     return None
 
 
+def takes_table(num_slots: int, max_pages: int) -> bool:
+    """Return whether scalar memory holds the table of so many slots."""
+    return 4 * num_slots * max_pages <= TABLE_BYTES
+
+
 def attend_tiles(
     q_NKXh: jax.Array,
     keys_PKSh: jax.Array,
@@ -228,7 +233,7 @@ def attend_pages(
 def _halves(table_BM: jax.Array) -> tuple[slice, ...]:
     """Return halves of the slots if scalar memory does not hold the table of all."""
     B = len(table_BM)
-    return (slice(0, B // 2), slice(B // 2, B)) if table_BM.size * 4 > TABLE_BYTES and B > 1 else ()
+    return () if takes_table(*table_BM.shape) or B == 1 else (slice(0, B // 2), slice(B // 2, B))
 
 
 def append_and_attend(
