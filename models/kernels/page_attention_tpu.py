@@ -11,6 +11,7 @@ head, P pages, S = `KEYS` positions of a page, M pages of a slot at most. Source
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from models.kernels.page_entries_tpu import Entry, NewTokens
 from models.kernels.page_reads import Reads, heads_of_rows, rows_by_head
 from models.kernels.softmax_tpu import KEYS, LANES, Softmax, scores
 
+_NO_LAST = 2**30  # a position after all
 TABLE_BYTES = 512 << 10  # of page numbers in scalar memory, which has 1 MiB
 
 
@@ -108,10 +110,11 @@ def _kernel(call: Call, *refs: Any) -> None:
     (*sources, out_ref), rest = arrays[:3], arrays[3:]
     sums_ref, rest = (rest[0], rest[1:]) if len(rest) > 7 else (None, rest)
     keys, values, *softmax, state, copied = rest
-    scalars = table_X, scalars_X, tuple(sources), (keys, values), copied, state
-    attend_tile(call, scalars, q_ref, number_ref[0], tuple(softmax), tokens=tokens)
+    pages = Pages.of_core(call, table_X, scalars_X, tuple(sources), (keys, values), copied, state)
+    tile = _Tile(pages, q_ref, number_ref[0], tuple(softmax), tokens=tokens)
+    tile.attend()
     for head in range(call.num_kv_heads):
-        one = Softmax(*(x[head] for x in softmax))
+        one = tile.held(head)
         if sums_ref is None:
             out_ref[0, head] = one.attention().astype(out_ref.dtype)
             continue
@@ -120,79 +123,75 @@ def _kernel(call: Call, *refs: Any) -> None:
         sums_ref[0, head] = jnp.where(lane_Xl == 0, one.top_Xl, one.total())
 
 
-def attend_tile(
-    call: Call,
-    scalars: tuple,
-    q_ref: Any,
-    number_X2: jax.Array,
-    softmax: tuple[Any, Any, Any],
-    entry: Entry | None = None,
-    tokens: NewTokens | None = None,
-) -> None:
-    """Attend from the current tile; leave the softmax of each head."""
-    table_X, scalars_X, sources, buffers, copied, state = scalars
-    core, i = pl.program_id(0), pl.program_id(1)
-    each = call.grid[1]
-    tile, end = core * each + i, (core + 1) * each
-    pages = Pages(call, end, table_X, scalars_X, sources, buffers, copied, state)
-    heads, n = range(call.num_kv_heads), call.buffers.pages
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """The current tile: its pages, queries, positions and paths of rows, and softmax by head."""
 
-    @pl.when(i == 0)
-    def _() -> None:
-        pages.begin(core * each)
+    pages: Pages
+    q_ref: Any
+    number_X2: jax.Array
+    softmax: tuple[Any, Any, Any]
+    entry: Entry | None = None
+    tokens: NewTokens | None = None
 
-    for ref, x in zip(softmax, Softmax.over_none(call.num_rows, call.head_dim), strict=True):
-        for head in heads:
+    def attend(self) -> None:
+        """Attend to all pages; leave the softmax of each head in its place."""
+        pages, call = self.pages, self.pages.call
+
+        pl.when(pl.program_id(1) == 0)(pages.begin)
+        for head in range(call.num_kv_heads):
+            self._hold(head, Softmax.over_none(call.num_rows, call.head_dim))
+        num_steps = pl.cdiv(pages.num(pages.tile), call.buffers.pages)
+        jax.lax.fori_loop(0, num_steps, self._of_buffer, None)
+
+    def held(self, head: int) -> Softmax:
+        return Softmax(*(ref[head] for ref in self.softmax))
+
+    def _hold(self, head: int, softmax: Softmax) -> None:
+        for ref, x in zip(self.softmax, softmax, strict=True):
             ref[head] = x
 
-    def held(head: int) -> Softmax:
-        return Softmax(*(ref[head] for ref in softmax))
-
-    def hold(head: int, one: Softmax) -> None:
-        for ref, x in zip(softmax, one, strict=True):
-            ref[head] = x
-
-    def all_whole(buffer: jax.Array) -> None:
-        for head in heads:
-            keys_Yh, values_Yh = (x[buffer, :, head].reshape(n * KEYS, -1) for x in buffers)
-            scores_XY = scores(q_ref[0, head], keys_Yh)
-            hold(head, held(head).with_blocks(scores_XY, values_Yh))
-
-    def one_masked(first: jax.Array, buffer: jax.Array, i: jax.Array, _: None) -> None:
-        page = first + i
-        (nth, path), is_whole = pages.place(tile, page), page < pages.whole(tile)
-        start = (pages.whole(tile) + nth) * KEYS
-        if tokens is not None:
-            put = partial(tokens.put, pages, tile, page, buffer, i)
-            pl.when(jnp.logical_not(is_whole))(put)
-        is_own_X1 = (number_X2[:, 1:] == path) | is_whole
-        last_X1 = jnp.where(is_own_X1, jnp.where(is_whole, 2**30, number_X2[:, :1]), -1)
-        for head in heads:
-            keys_Sh, values_Sh = (x[buffer, i, head] for x in buffers)
-            scores_XS = scores(q_ref[0, head], keys_Sh)
-            position_XS = start + jax.lax.broadcasted_iota(jnp.int32, scores_XS.shape, 1)
-            scores_XS = jnp.where(position_XS <= last_X1, scores_XS, NEGATIVE)
-            hold(head, held(head).with_blocks(scores_XS, values_Sh))
-
-    def of_buffer(step: jax.Array, _: None) -> None:
+    def _of_buffer(self, step: jax.Array, _: None) -> None:
+        pages, n = self.pages, self.pages.call.buffers.pages
         pages.fetch()
         first = step * n
-        buffer = pages.take(tile, first)
-        is_last = first + n >= pages.num(tile)
-        if entry is not None:
-            pl.when(is_last)(partial(entry.begin, pages, tile, buffer))
-        is_whole = first + n <= pages.whole(tile)
-        pl.when(is_whole)(partial(all_whole, buffer))
+        buffer = pages.take(first)
+        left, is_whole = pages.num(pages.tile) - first, first + n <= pages.whole(pages.tile)
+        if self.entry is not None:
+            pl.when(left <= n)(partial(self.entry.begin, pages, buffer))
+        pl.when(is_whole)(partial(self._whole, buffer))
 
-        @pl.when(jnp.logical_not(is_whole))
-        def _() -> None:
-            left = jnp.minimum(pages.num(tile) - first, n)
-            jax.lax.fori_loop(0, left, partial(one_masked, first, buffer), None)
+        one = partial(self._masked, first, buffer)
+        all_masked = partial(jax.lax.fori_loop, 0, jnp.minimum(left, n), one, None)
+        pl.when(jnp.logical_not(is_whole))(all_masked)
+        if self.entry is not None:
+            pl.when(left <= n)(partial(self.entry.end, pages, buffer))
 
-        if entry is not None:
-            pl.when(is_last)(partial(entry.end, pages, tile, buffer))
+    def _whole(self, buffer: jax.Array) -> None:
+        """Attend to all pages of a buffer, each of which every row sees whole."""
+        for head in range(self.pages.call.num_kv_heads):
+            keys_Yh, values_Yh = (
+                x[buffer, :, head].reshape(-1, x.shape[-1]) for x in self.pages.buffers
+            )
+            scores_XY = scores(self.q_ref[0, head], keys_Yh)
+            self._hold(head, self.held(head).with_blocks(scores_XY, values_Yh))
 
-    jax.lax.fori_loop(0, pl.cdiv(pages.num(tile), n), of_buffer, None)
+    def _masked(self, first: jax.Array, buffer: jax.Array, i: jax.Array, _: None) -> None:
+        """Attend to the i-th page of a buffer, of whose positions rows may see some."""
+        pages, page = self.pages, first + i
+        whole = pages.whole(pages.tile)
+        (nth, path), is_whole = pages.place(pages.tile, page), page < whole
+        if self.tokens is not None:
+            pl.when(jnp.logical_not(is_whole))(partial(self.tokens.put, pages, page, buffer, i))
+        last_X1 = jnp.where(self.number_X2[:, 1:] == path, self.number_X2[:, :1], -1)
+        last_X1 = jnp.where(is_whole, _NO_LAST, last_X1)
+        for head in range(pages.call.num_kv_heads):
+            keys_Sh, values_Sh = (x[buffer, i, head] for x in pages.buffers)
+            scores_XS = scores(self.q_ref[0, head], keys_Sh)
+            lane_XS = jax.lax.broadcasted_iota(jnp.int32, scores_XS.shape, 1)
+            is_seen_XS = (whole + nth) * KEYS + lane_XS <= last_X1
+            scores_XS = jnp.where(is_seen_XS, scores_XS, NEGATIVE)
+            self._hold(head, self.held(head).with_blocks(scores_XS, values_Sh))
 
 
 def attend_pages(
@@ -289,15 +288,12 @@ def append_and_attend(
 
 def _append_kernel(call: Call, *refs: Any) -> None:
     """One slot; pages are read and written in the results, which are the inputs' memory."""
-    table_X, scalars_X, q_ref, k_ref, v_ref, _, _, out_ref, keys_PKSh, values_PKSh = refs[:10]
+    table_X, scalars_X, q_ref, k_ref, v_ref, _, _, out_ref, *sources = refs[:10]
     keys, values, *softmax, state, copied, semaphore = refs[10:]
-    pages, buffers = (keys_PKSh, values_PKSh), (keys, values)
-    entry = Entry((k_ref, v_ref), semaphore)
-    tile = pl.program_id(0) * call.grid[1] + pl.program_id(1)
-    last = scalars_X[tile * Pages.SCALARS + 2] - 1
-    number_X2 = jnp.concatenate([jnp.full((call.num_rows, 1), x, jnp.int32) for x in (last, 0)], 1)
-    scalars = table_X, scalars_X, pages, buffers, copied, state
-    attend_tile(call, scalars, q_ref, number_X2, tuple(softmax), entry)
+    pages = Pages.of_core(call, table_X, scalars_X, tuple(sources), (keys, values), copied, state)
+    numbers = pages.last(pages.tile) - 1, 0
+    number_X2 = jnp.concatenate([jnp.full((call.num_rows, 1), x, jnp.int32) for x in numbers], 1)
+    tile = _Tile(pages, q_ref, number_X2, tuple(softmax), Entry((k_ref, v_ref), semaphore))
+    tile.attend()
     for head in range(call.num_kv_heads):
-        out_Xh = Softmax(*(x[head] for x in softmax)).attention()
-        out_ref[0, head] = out_Xh.astype(out_ref.dtype)
+        out_ref[0, head] = tile.held(head).attention().astype(out_ref.dtype)

@@ -203,19 +203,20 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """The pages of a core's tiles, as they go through the buffers.
+    """The pages of a core's tiles, as they go through the buffers; inside a kernel.
 
     Scalars in `state`: the tile and page to fetch next, how many buffers were filled, and taken.
     """
 
     call: Call
-    end: jax.Array
     table_X: Any
     scalars_X: Any
     sources: Sequence[Any]  # pages of keys and of values
     buffers: tuple[Any, Any]
     semaphores: Any
     state: Any
+    tile: jax.Array
+    end: jax.Array  # the first tile of the next core
 
     # of a tile: row, whole pages, last position, pages, paths, first path, positions before paths
     SCALARS = 7
@@ -251,9 +252,15 @@ class Pages:
         behind, paths = page - self.whole(tile), self.of(tile, 4)
         return jax.lax.div(behind, paths), jax.lax.rem(behind, paths)
 
-    def begin(self, first_tile: jax.Array) -> None:
-        """Fetch as many buffers as may be in flight while one is computed."""
-        self.state[0] = self._live_tile(first_tile)
+    @staticmethod
+    def of_core(call: Call, *refs: Any) -> Pages:
+        """Return the pages of the core that runs, at its current tile."""
+        first = pl.program_id(0) * call.grid[1]
+        return Pages(call, *refs, first + pl.program_id(1), first + call.grid[1])
+
+    def begin(self) -> None:
+        """Fetch as many buffers as may be in flight while the first tile's first is computed."""
+        self.state[0] = self._live_tile(self.tile)
         for place in (1, 2, 3):
             self.state[place] = 0
         ahead = self.call.buffers.num - 1
@@ -277,9 +284,9 @@ class Pages:
             self.state[1] = jax.lax.select(is_last, 0, then)
             self.state[2] = filled + 1
 
-    def take(self, tile: jax.Array, first: jax.Array) -> jax.Array:
-        """Wait for a tile's pages from `first` on; return their buffer, dead values set to 0."""
-        taken = self.state[3]
+    def take(self, first: jax.Array) -> jax.Array:
+        """Wait for the tile's pages from `first` on; return their buffer, dead values set to 0."""
+        tile, taken = self.tile, self.state[3]
         self.state[3] = taken + 1
         buffer = jax.lax.rem(taken, self.call.buffers.num)
 

@@ -53,8 +53,9 @@ class NewTokens:
             for x in arrays
         ]
 
-    def put(self, pages: Pages, tile: jax.Array, page: jax.Array, buffer: Any, i: Any) -> None:
-        """Put the tokens of a tile's page into its buffer, after the positions that it held."""
+    def put(self, pages: Pages, page: jax.Array, buffer: jax.Array, i: jax.Array) -> None:
+        """Put the tokens of the tile's page into its buffer, after the positions that it held."""
+        tile = pages.tile
         nth, path = pages.place(tile, page)
         row = (pages.of(tile, 5) + path) * pages.call.path_pages + nth
         token_1S = self.source_ZS[pl.ds(row, 1)]
@@ -87,41 +88,39 @@ class Entry:
     new: tuple[Any, Any]
     semaphore: Any
 
-    def begin(self, pages: Pages, slot: jax.Array, buffer: jax.Array) -> None:
-        row, blocks = self._row_and_blocks(pages, slot, buffer)
+    def begin(self, pages: Pages, buffer: jax.Array) -> None:
+        row, blocks = self._row_and_blocks(pages, buffer)
         for new_ref, block in zip(self.new, blocks, strict=True):
             old_KRh = block[...]
             is_new = jax.lax.broadcasted_iota(jnp.int32, old_KRh.shape, 1) == row
             block[...] = jnp.where(is_new, new_ref[0], old_KRh)
-        for copy in self._copies(pages, slot, buffer):
+        for copy in self._copies(pages, buffer):
             copy.start()
 
-    def end(self, pages: Pages, slot: jax.Array, buffer: jax.Array) -> None:
-        for copy in self._copies(pages, slot, buffer):
+    def end(self, pages: Pages, buffer: jax.Array) -> None:
+        for copy in self._copies(pages, buffer):
             copy.wait()
 
-    def _row_and_blocks(
-        self, pages: Pages, slot: jax.Array, buffer: jax.Array
-    ) -> tuple[jax.Array, list[Any]]:
+    def _row_and_blocks(self, pages: Pages, buffer: jax.Array) -> tuple[jax.Array, list[Any]]:
         """Return the entry's row in its copy, and the copied rows of keys and values."""
-        nth, first, row = self._place(pages, slot)
+        nth, first, row = self._place(pages)
         at = jax.lax.rem(nth, pages.call.buffers.pages)
         size = self._rows(pages)
         return row, [x.at[buffer, at, :, pl.ds(first, size)] for x in pages.buffers]
 
-    def _copies(self, pages: Pages, slot: jax.Array, buffer: jax.Array) -> list[Any]:
-        nth, first, _ = self._place(pages, slot)
-        page = pages.table_X[slot * pages.call.max_pages + nth]
-        _, blocks = self._row_and_blocks(pages, slot, buffer)
+    def _copies(self, pages: Pages, buffer: jax.Array) -> list[Any]:
+        nth, first, _ = self._place(pages)
+        page = pages.table_X[pages.tile * pages.call.max_pages + nth]
+        _, blocks = self._row_and_blocks(pages, buffer)
         where = page, slice(None), pl.ds(first, self._rows(pages))
         return [
             pltpu.make_async_copy(block, to.at[where], self.semaphore)
             for block, to in zip(blocks, pages.sources, strict=True)
         ]
 
-    def _place(self, pages: Pages, slot: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _place(self, pages: Pages) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return which of the slot's pages the entry is in, its copy's first row, its row there."""
-        position, size = pages.last(slot) - 1, self._rows(pages)
+        position, size = pages.last(pages.tile) - 1, self._rows(pages)
         at = jax.lax.rem(position, KEYS)
         first = jax.lax.div(at, size) * size
         return jax.lax.div(position, KEYS), pl.multiple_of(first, size), at - first

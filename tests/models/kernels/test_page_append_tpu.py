@@ -113,7 +113,7 @@ def test_no_copy_races_with_a_product_or_another_copy(buffers, copies):
 
 def test_an_entry_that_nobody_waits_for_is_found(monkeypatch):
     """A planted fault: its copy may be late, and the next block comes into the buffer."""
-    monkeypatch.setattr(page_entries_tpu.Entry, "end", lambda self, pages, slot, buffer: None)
+    monkeypatch.setattr(page_entries_tpu.Entry, "end", lambda self, pages, buffer: None)
     lengths = (128, 128, 128)
     q, keys, values, table = arrays(1, 1, 1, T, 2, jnp.float32)
     given = q, *entries(1, jnp.float32), keys, values
