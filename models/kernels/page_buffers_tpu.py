@@ -253,10 +253,18 @@ class Pages:
         return jax.lax.div(behind, paths), jax.lax.rem(behind, paths)
 
     @staticmethod
-    def of_core(call: Call, *refs: Any) -> Pages:
+    def of_core(
+        call: Call,
+        table_X: Any,
+        scalars_X: Any,
+        sources: Sequence[Any],
+        buffers: tuple[Any, Any],
+        *state: Any,
+    ) -> Pages:
         """Return the pages of the core that runs, at its current tile."""
-        first = pl.program_id(0) * call.grid[1]
-        return Pages(call, *refs, first + pl.program_id(1), first + call.grid[1])
+        first, (semaphores, scalars) = pl.program_id(0) * call.grid[1], state
+        places = first + pl.program_id(1), first + call.grid[1]
+        return Pages(call, table_X, scalars_X, sources, buffers, semaphores, scalars, *places)
 
     def begin(self) -> None:
         """Fetch as many buffers as may be in flight while the first tile's first is computed."""

@@ -9,6 +9,9 @@ import pytest
 import models
 from models.config import LoraShape, ModelConfig
 from models.kernels import hopper
+from rl import setup
+from rl.config import TrainConfig
+from rl.gin.loader import load
 from rl.learner.config import why_other_bits, why_other_bits_on_accelerators
 
 MODEL = ModelConfig("llama", 50, 64, 1, 4, 2, 16, 96)
@@ -93,6 +96,16 @@ def test_tpus_find_the_same_bits(hoppers):
 )
 def test_what_tpus_do_not_take(hoppers, change, words):
     assert words in why_on_tpus(**change)
+
+
+def test_tables_of_pages_that_a_tpu_does_not_hold():
+    def why(prompt_tokens):
+        flags = "Engine.slots=4096", f"Rollout.max_prompt_tokens={prompt_tokens}"
+        config = load(TrainConfig, ["configs/plain_tiny.gin"], flags)
+        return setup._large_table(config, OF_TPUS, None)
+
+    assert why(3000) is None
+    assert "at most 131,072 pages together on a device, got Engine.slots=4096" in why(5000)
 
 
 def test_other_gpus(hoppers, monkeypatch):
