@@ -2,9 +2,9 @@
 
 Tokens that the cache does not hold are paths of a tree: a token's first child continues its path,
 other children start one. Each path has side blocks: copies of the slot's positions from the block
-of its length on, with the path's tokens at their places. So a query meets each key at the same
-place of the same block as if all had been decoded, and finds the same bits
-(`models.kernels.hopper`, `models.kernels.softmax_tpu`).
+of its length on, with the path's tokens at their places, on a TPU in its kernel's buffers alone. So
+a query meets each key at the same place of the same block as if all had been decoded, and finds the
+same bits (`models.kernels.hopper`, `models.kernels.softmax_tpu`).
 
 X tokens, B slots, N tiles of A tokens, Y = A·G rows of a tile, S paths, E positions of a path's
 blocks, R positions of a block, P pages, T positions of a page, K key/value heads, G = H/K query

@@ -12,7 +12,11 @@ from models.kernels import hopper
 from rl import setup
 from rl.config import TrainConfig
 from rl.gin.loader import load
-from rl.learner.config import why_other_bits, why_other_bits_on_accelerators
+from rl.learner.config import (
+    NumericsConfig,
+    why_other_bits,
+    why_other_bits_on_accelerators,
+)
 
 MODEL = ModelConfig("llama", 50, 64, 1, 4, 2, 16, 96)
 OF_GPUS = ModelConfig("llama", 50, 256, 1, 4, 2, 64, 320)
@@ -106,6 +110,15 @@ def test_tables_of_pages_that_a_tpu_does_not_hold():
 
     assert why(3000) is None
     assert "at most 131,072 pages together on a device, got Engine.slots=4096" in why(5000)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_the_cut_of_top_p_is_refused_on_accelerators(monkeypatch, platform):
+    monkeypatch.setattr(setup.jax, "default_backend", lambda: platform)
+    config = load(TrainConfig, ["configs/plain_tiny.gin"], ["Sampling.top_p=0.9"])
+    config = dataclasses.replace(config, numerics=NumericsConfig(same_bits=True))
+    with pytest.raises(ValueError, match="expected Sampling.top_p=1, .* got 0.9"):
+        setup.check_bits(config, OF_TPUS, None)
 
 
 def test_other_gpus(hoppers, monkeypatch):
