@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from models.attention import After, Portable
 from models.layout import CACHE_AXES, entry_names, entry_ways
-from models.sharding import GPU, fitting_spec, platform_in_use
+from models.sharding import fitting_spec, platform_in_use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ def is_in_order(dtype: Any, values: jax.Array, is_paged: bool) -> str | None:
         from models.kernels import cached_rows_cpu  # numba: half a second to import
 
         return platform if cached_rows_cpu.takes(head_dim, *dtypes) else None
-    if not is_paged or platform not in (*GPU, "tpu"):
+    if not is_paged or platform not in ("cuda", "tpu"):
         return None
     from models.kernels import page_attention_gpu, page_attention_tpu
     from models.kernels.hopper import is_hopper
@@ -79,7 +79,7 @@ def is_in_order(dtype: Any, values: jax.Array, is_paged: bool) -> str | None:
     kernel = page_attention_tpu if platform == "tpu" else page_attention_gpu
     if any(kernel.takes(head_dim, num_positions, dtype) for dtype in dtypes):
         return None
-    return platform if platform == "tpu" else "cuda" if is_hopper() else None
+    return platform if platform == "tpu" or is_hopper() else None
 
 
 def attend_in_order(

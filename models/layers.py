@@ -25,18 +25,21 @@ from models import sums_in_order_on_accelerators
 from models.attention import precision_of
 from models.config import Adapted, ModelConfig
 from models.layout import LONG_ROW_FEED_FORWARD_PARTS, LONG_ROW_TOKENS
-from models.sharding import GPU, Axes, by_device, platform_in_use
+from models.sharding import Axes, by_device, platform_in_use
 
 FEW_ROWS = 64  # of inputs
 PRODUCT = "product"  # names the result of a product in order, for `models.training`
 ADDED_AT_ONCE = 16  # parts of a sum
 
 
+PRODUCT_AXES = "batch", "vocab"  # logical ones of a product's rows, and of its outputs
+
+
 class Way(NamedTuple):
-    """A product's dtype, platform, and logical axes of its rows' first axis and of its outputs."""
+    """A product's dtype, logical axes of its rows' first axis and of its outputs, and platform."""
 
     dtype: Any
-    axes: tuple[str, str] = ("batch", "vocab")
+    axes: tuple[str, str] = PRODUCT_AXES
     platform: str = "cpu"
 
 
@@ -44,7 +47,7 @@ def linear(
     x: jax.Array,
     weight_OI: jax.Array | Adapted,
     dtype: Any = None,
-    axes: tuple[str, str] = ("batch", "vocab"),
+    axes: tuple[str, str] = PRODUCT_AXES,
 ) -> jax.Array:
     """x · weightᵀ; [..., I] to [..., O] of `dtype`, by default x's.
 
@@ -64,8 +67,9 @@ def linear(
 def _product(way: Way, x: jax.Array, weight_OI: jax.Array, *more: jax.Array) -> jax.Array:
     """Return x · wᵀ, and with `more`, inner and up_OR, inner · upᵀ added to it."""
     many = partial(_input_first, way.dtype)
-    if is_in_order(x, weight_OI, *more):
-        platform = "cuda" if (platform := platform_in_use()) in GPU else platform
+    is_one_call = not more or platform_in_use() == "cpu"
+    if is_one_call and is_in_order(x, weight_OI, *more):
+        platform = platform_in_use()
         in_order = {platform: partial(_in_order, way._replace(platform=platform))}
         return jax.lax.platform_dependent(x, weight_OI, *more, **in_order, default=many)
     if more:
@@ -84,11 +88,11 @@ def is_in_order(x: jax.Array, *more: jax.Array) -> bool:
         from models.kernels import products_cpu  # numba: half a second to import
 
         return all(products_cpu.takes(y.shape[-1], y.dtype) for y in given)
-    if len(given) > 2 or not sums_in_order_on_accelerators():
-        return False
+    if platform != "tpu" or not sums_in_order_on_accelerators():
+        return platform == "cuda" and sums_in_order_on_accelerators()  # by XLA's one tile
     from models.kernels import products_tpu  # Pallas: a second to import
 
-    return platform != "tpu" or all(products_tpu.takes(y.shape[-1], y.dtype) for y in given)
+    return all(products_tpu.takes(y.shape[-1], y.dtype) for y in given)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -139,9 +143,7 @@ def feed_forward(x: jax.Array, gate_FD: Any, up_FD: Any, down_DF: Any) -> jax.Ar
     products in order, since decoding has no parts.
     """
     weights = gate_FD, up_FD, down_DF
-    is_whole = (
-        any(isinstance(weight, Adapted) for weight in weights) or sums_in_order_on_accelerators()
-    )
+    is_whole = any(isinstance(weight, Adapted) for weight in weights)
     if is_whole or is_in_order(x, *weights):
         return linear(_inner(x, gate_FD, up_FD), down_DF)
     parts = LONG_ROW_FEED_FORWARD_PARTS
@@ -267,7 +269,10 @@ def sum_in_order(x_N: jax.Array) -> jax.Array:
 
 @jax.custom_jvp
 def mean_square(x_D: jax.Array) -> jax.Array:
-    """Return the mean of x² over the last axis, in float32; [..., 1]. A CPU sums in order."""
+    """Return the mean of x² over the last axis, in float32; [..., 1].
+
+    CPUs sum in order, and accelerators that do.
+    """
     squares_D = jnp.square(x_D.astype(jnp.float32))  # exact of bfloat16, fused with a sum or not
     in_order, default = partial(sum_in_order, squares_D), partial(jnp.sum, squares_D, axis=-1)
     if sums_in_order_on_accelerators():

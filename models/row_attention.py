@@ -36,7 +36,7 @@ from models.attention import (
 from models.config import ModelConfig
 from models.layers import scan_after
 from models.layout import LONG_ROW_BLOCK_TOKENS, LONG_ROW_TOKENS, shard_shape
-from models.sharding import GPU, Axes, by_device, platform_in_use, sizes_in_use
+from models.sharding import Axes, by_device, platform_in_use, sizes_in_use
 
 PLATFORMS = ("tpu", "cuda", "cpu")  # that have kernels
 _QUERY_AXES: Axes = ("batch", None, "heads", None)
@@ -79,7 +79,7 @@ def is_faster(config: ModelConfig, num_tokens: int, dtype: Any) -> bool:
     """
     if num_tokens >= LONG_ROW_TOKENS:
         return True
-    if (platform := _platform()) != "cpu" and not sums_in_order_on_accelerators():
+    if (platform := platform_in_use()) != "cpu" and not sums_in_order_on_accelerators():
         return False
     shapes = [(1, num_tokens, n, config.head_dim) for n in (config.num_heads, config.num_kv_heads)]
     return _kernel_of(platform).takes(*shapes, dtype) is None
@@ -87,16 +87,11 @@ def is_faster(config: ModelConfig, num_tokens: int, dtype: Any) -> bool:
 
 def segment_tokens() -> int:
     """Return the multiple of positions at which segments of rows start (`rl.packing`)."""
-    if (platform := _platform()) == "cpu" or not sums_in_order_on_accelerators():
+    if (platform := platform_in_use()) == "cpu" or not sums_in_order_on_accelerators():
         return 1
     from models.kernels import hopper, softmax_tpu  # Pallas: a second to import
 
     return softmax_tpu.KEYS if platform == "tpu" else hopper.ROWS
-
-
-def _platform() -> str:
-    """Return the platform in use, as programs name it."""
-    return "cuda" if (platform := platform_in_use()) in GPU else platform
 
 
 def _where_taken(by_kernel: Callable, by_blocks: Callable, inputs: Sequence[jax.Array]) -> Any:

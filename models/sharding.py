@@ -108,9 +108,10 @@ def put(x: Any, where: jax.sharding.Sharding | None) -> jax.Array:
 
 
 def platform_in_use() -> str:
-    """Return the platform of the mesh in use, else of jax's devices."""
+    """Return the platform of the mesh in use, else of jax's devices, as programs name it."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
+    platform = jax.default_backend() if device is None else device.platform
+    return "cuda" if platform in GPU else platform
 
 
 def sizes_in_use() -> dict[str, int]:

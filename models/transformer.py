@@ -35,7 +35,7 @@ from models.attention import (
 )
 from models.config import Adapted, Layer, LowRank, ModelConfig, Params, ParamSpec, param_specs
 from models.kv_cache import Entries, KVCache
-from models.layers import dense, feed_forward, linear, mean_square, rope_turns, rotate
+from models.layers import PRODUCT_AXES, dense, feed_forward, linear, mean_square, rope_turns, rotate
 from models.paged_cache import PagedCache
 from models.row_attention import attend_rows, is_faster
 from models.sharding import constrain
@@ -360,7 +360,7 @@ def head(
     config: ModelConfig,
     params: Params,
     hidden_D: jax.Array,
-    axes: tuple[str, str] = ("batch", "vocab"),
+    axes: tuple[str, str] = PRODUCT_AXES,
 ) -> jax.Array:
     """Return the logits of hidden states, float32, −∞ for unused ids; [..., D] to [..., V].
 

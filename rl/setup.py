@@ -19,7 +19,7 @@ from models import hf, lora
 from models.config import ModelConfig
 from models.folder import Folder
 from models.layout import axis_ways
-from models.sharding import GPU, make_mesh, rollout_mesh
+from models.sharding import make_mesh, platform_in_use, rollout_mesh
 from models.transformer import Params
 from rl import first_programs
 from rl.cluster.lockstep import LockstepWatch
@@ -378,10 +378,10 @@ def check_bits(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> st
 
 
 def _why_other_bits(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> str | None:
-    tensor_ways, platform = 1 if mesh is None else mesh.shape["tensor"], jax.default_backend()
+    tensor_ways, platform = 1 if mesh is None else mesh.shape["tensor"], platform_in_use()
     if platform == "cpu":
         return why_other_bits(model, tensor_ways)
-    if platform not in (*GPU, "tpu"):
+    if platform not in ("cuda", "tpu"):
         return f"expected CPUs, TPUs or GPUs, whose kernels sum in one order, got a {platform}"
     if config.cluster.rollouts != "local":
         return f"expected Cluster.rollouts='local', got {config.cluster.rollouts!r}"

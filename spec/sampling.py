@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.layers import sum_in_order
+from models.layers import PRODUCT_AXES, sum_in_order
 from models.sharding import constrain, ways_in_use
 from spec.config import Draw, SamplingConfig
 
 KEY_IMPL = "threefry2x32"  # named, so that a changed default of jax changes no rollout
 NOISE_NAMES = 2**31  # of requests
 Axes = tuple[str, str]  # logical axes of logits: of their first axis, and of the vocabulary
-ROLLOUT_AXES: Axes = ("batch", "vocab")
+ROLLOUT_AXES: Axes = PRODUCT_AXES
 LEAST = jnp.finfo(jnp.float32).min / 2  # a logit of what cannot be
 
 

@@ -83,7 +83,7 @@ def attend_tiles(
     assert q_NKXh.dtype == keys_PKSh.dtype == values_PKSh.dtype
     if why := takes(h, S, keys_PKSh.dtype):
         raise ValueError(why)
-    call = Call.of(q_NKXh, keys_PKSh, table_BM, reads, buffers)
+    call = Call.of(q_NKXh, table_BM, reads, buffers)
     rows, sums, numbers = call.of_tile(K, X, h), call.of_tile(K, X, LANES), call.of_tile(X, 2)
     number_NX2 = jnp.stack([position_NX, path_NX], axis=2)
     pages = [(ANYWHERE, keys_PKSh), (ANYWHERE, values_PKSh)]
@@ -91,36 +91,36 @@ def attend_tiles(
     if is_partial:
         result = [(rows, q_NKXh.shape, jnp.float32), (sums, (N, K, X, LANES), jnp.float32)]
     out = call.run(
-        partial(_kernel, call),
+        partial(_kernel, call, len(result)),
         *(table_BM, reads),
-        [(rows, q_NKXh), (numbers, number_NX2), *NewTokens.inputs(source, q_NKXh.dtype), *pages],
+        [(rows, q_NKXh), (numbers, number_NX2), *pages],
         result,
+        resident=NewTokens.inputs(source, q_NKXh.dtype),
         name="page_attention",
         interpret=interpret,
     )
     return out if is_partial else out[0]
 
 
-def _kernel(call: Call, *refs: Any) -> None:
-    (table_X, scalars_X, q_ref, number_ref), arrays = refs[:4], refs[4:]
+def _kernel(call: Call, num_results: int, *refs: Any) -> None:
+    (table_X, scalars_X, q_ref, number_ref, *sources), rest = refs[:6], refs[6:]
     tokens = None
     if call.path_pages:
-        (source_ZS, *new), arrays = arrays[:3], arrays[3:]
+        (source_ZS, *new), rest = rest[:3], rest[3:]
         tokens = NewTokens(source_ZS, tuple(new))
-    (*sources, out_ref), rest = arrays[:3], arrays[3:]
-    sums_ref, rest = (rest[0], rest[1:]) if len(rest) > 7 else (None, rest)
+    (out_ref, *sums_ref), rest = rest[:num_results], rest[num_results:]
     keys, values, *softmax, state, copied = rest
     pages = Pages.of_core(call, table_X, scalars_X, tuple(sources), (keys, values), copied, state)
     tile = _Tile(pages, q_ref, number_ref[0], tuple(softmax), tokens=tokens)
     tile.attend()
     for head in range(call.num_kv_heads):
         one = tile.held(head)
-        if sums_ref is None:
+        if not sums_ref:
             out_ref[0, head] = one.attention().astype(out_ref.dtype)
             continue
         lane_Xl = jax.lax.broadcasted_iota(jnp.int32, one.top_Xl.shape, 1)
         out_ref[0, head] = one.sum_Xh
-        sums_ref[0, head] = jnp.where(lane_Xl == 0, one.top_Xl, one.total())
+        sums_ref[0][0, head] = jnp.where(lane_Xl == 0, one.top_Xl, one.total())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +137,6 @@ class _Tile:
     def attend(self) -> None:
         """Attend to all pages; leave the softmax of each head in its place."""
         pages, call = self.pages, self.pages.call
-
         pl.when(pl.program_id(1) == 0)(pages.begin)
         for head in range(call.num_kv_heads):
             self._hold(head, Softmax.over_none(call.num_rows, call.head_dim))
@@ -160,7 +159,6 @@ class _Tile:
         if self.entry is not None:
             pl.when(left <= n)(partial(self.entry.begin, pages, buffer))
         pl.when(is_whole)(partial(self._whole, buffer))
-
         one = partial(self._masked, first, buffer)
         all_masked = partial(jax.lax.fori_loop, 0, jnp.minimum(left, n), one, None)
         pl.when(jnp.logical_not(is_whole))(all_masked)
@@ -270,7 +268,7 @@ def append_and_attend(
         return jnp.concatenate(outs), keys_PKSh, values_PKSh
     q_BKXh = rows_by_head(q_B1Hh, K)
     reads = Reads(jnp.arange(B), length_B, length_B)
-    call = Call.of(q_BKXh, keys_PKSh, table_BM, reads, buffers)
+    call = Call.of(q_BKXh, table_BM, reads, buffers)
     rows, entry = call.of_tile(*q_BKXh.shape[1:]), call.of_tile(K, 1, h)
     stays = [(ANYWHERE, keys_PKSh), (ANYWHERE, values_PKSh)]
     out_BKXh, keys, values = call.run(

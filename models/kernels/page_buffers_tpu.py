@@ -42,9 +42,8 @@ class BufferSizes:
 
 # By (generation, head size, bytes of a number).
 # A buffer should take less long to compute than to copy. Of two heads of 1024 positions and 64 rows
-# the compiler's schedule has 1,000 cycles on a v5p (650 of two heads of 512), and the copy takes
-# 1,330 (665) by bandwidth; on a v6e 950 (570) of 1,120 (560); on a v5e 700 of 960 for the half.
-# Shorter buffers waste less on short slots.
+# the compiler's schedule has 1,140 cycles on a v5p, and the copy takes 1,330 by bandwidth; on a v6e
+# 1,150 of 1,120; on a v5e 740 of 960 for the half. Shorter buffers waste less on short slots.
 # Copies in flight have to cover the latency of HBM: 1.5 µs are 1.2 MB on a v5e, 2.5 MB on a v6e,
 # and 2.1 MB for each of the two cores of a v5p.
 BUFFER_SIZES: dict[tuple[str, int, int], BufferSizes] = {
@@ -82,7 +81,6 @@ class Call:
     num_rows: int
     head_dim: int
     max_pages: int
-    num_pages: int
     path_pages: int
     buffers: Buffers
     dtype: jnp.dtype
@@ -90,7 +88,6 @@ class Call:
     @staticmethod
     def of(
         q_NKXh: jax.Array,
-        keys_PKSh: jax.Array,
         table_BN: jax.Array,
         reads: Reads,
         buffers: Buffers | None,
@@ -100,10 +97,8 @@ class Call:
             buffers = buffers_of(device_generation(), h, q_NKXh.dtype.itemsize, K)
         assert buffers.num >= 2
         path_pages = 0 if reads.paths is None else reads.paths.blocks
-        slots = len(table_BN), N
-        return Call(
-            *slots, K, X, h, table_BN.shape[1], len(keys_PKSh), path_pages, buffers, q_NKXh.dtype
-        )
+        B, max_pages = table_BN.shape
+        return Call(B, N, K, X, h, max_pages, path_pages, buffers, q_NKXh.dtype)
 
     @property
     def num_cores(self) -> int:
@@ -129,6 +124,7 @@ class Call:
         results: Sequence[tuple[pl.BlockSpec, Sequence[int], Any]],
         *,
         in_place: Mapping[int, int] | None = None,
+        resident: Sequence[tuple[pl.BlockSpec, jax.Array]] = (),
         scratch: Sequence[Any] = (),
         name: str,
         interpret: Any,
@@ -137,8 +133,11 @@ class Call:
 
         Its arguments are the table, the tiles' scalars, inputs, results (specification, shape,
         dtype), then buffers of keys and of values, sums, tops and totals, the state of `Pages`,
-        semaphores, and `scratch`. `in_place` are inputs that become results.
+        semaphores, and `scratch`. `resident` are the next inputs after these, whole in VMEM;
+        `in_place` are inputs that become results.
         """
+        inputs = [*inputs, *resident]
+        resident_bytes = sum(x.nbytes for _, x in resident)
         varying = jax.typeof(inputs[0][1]).manual_axis_type  # under shard_map, as queries do
         softmax = [
             pltpu.VMEM((self.num_kv_heads, self.num_rows, width), jnp.float32)
@@ -163,7 +162,7 @@ class Call:
             compiler_params=pltpu.CompilerParams(
                 # Tiles of one core are in order: the next one's pages are prefetched.
                 dimension_semantics=("parallel", "arbitrary"),
-                vmem_limit_bytes=max(VMEM_BYTES, self.vmem_bytes),
+                vmem_limit_bytes=max(VMEM_BYTES, self.vmem_bytes + resident_bytes),
                 # Pages that a table names exist: checks would double the work of starting a copy.
                 disable_bounds_checks=True,
             ),
@@ -218,8 +217,7 @@ class Pages:
     tile: jax.Array
     end: jax.Array  # the first tile of the next core
 
-    # of a tile: row, whole pages, last position, pages, paths, first path, positions before paths
-    SCALARS = 7
+    SCALARS = 7  # of a tile
 
     @staticmethod
     def scalars(reads: Reads, max_positions: int) -> jax.Array:
@@ -231,25 +229,40 @@ class Pages:
             num_N, first_N = jnp.maximum(paths.num_N, 1), paths.first_N
             held_N, last_N = reads.length_N % KEYS, reads.last_N  # paths may go beyond the pages
         pages_N = whole_N + jnp.maximum(pl.cdiv(last_N, KEYS) - whole_N, 0) * num_N
+        # the order of the methods
         numbers = reads.row_N, whole_N, last_N, pages_N, num_N, first_N, held_N
         return jnp.stack([x.astype(jnp.int32) for x in numbers], axis=1).reshape(-1)
 
-    def of(self, tile: Any, scalar: int) -> jax.Array:
+    def _of(self, tile: Any, scalar: int) -> jax.Array:
         return self.scalars_X[tile * self.SCALARS + scalar]
+
+    def row(self, tile: Any) -> jax.Array:
+        """Return a tile's row of the table."""
+        return self._of(tile, 0)
 
     def whole(self, tile: Any) -> jax.Array:
         """Return how many pages every row of a tile sees whole."""
-        return self.of(tile, 1)
+        return self._of(tile, 1)
 
     def last(self, tile: Any) -> jax.Array:
-        return self.of(tile, 2)
+        """Return a position behind all that any row of a tile sees."""
+        return self._of(tile, 2)
 
     def num(self, tile: Any) -> jax.Array:
-        return self.of(tile, 3)
+        """Return how many pages a tile reads."""
+        return self._of(tile, 3)
+
+    def first_path(self, tile: Any) -> jax.Array:
+        """Return the first path of a tile's slot."""
+        return self._of(tile, 5)
+
+    def held(self, tile: Any) -> jax.Array:
+        """Return how many positions of a path's first page the slot's last page holds."""
+        return self._of(tile, 6)
 
     def place(self, tile: Any, page: Any) -> tuple[jax.Array, jax.Array]:
         """Return which of a path's pages a page is that not every row sees whole, and the path."""
-        behind, paths = page - self.whole(tile), self.of(tile, 4)
+        behind, paths = page - self.whole(tile), self._of(tile, 4)
         return jax.lax.div(behind, paths), jax.lax.rem(behind, paths)
 
     @staticmethod
@@ -259,12 +272,13 @@ class Pages:
         scalars_X: Any,
         sources: Sequence[Any],
         buffers: tuple[Any, Any],
-        *state: Any,
+        semaphores: Any,
+        state: Any,
     ) -> Pages:
         """Return the pages of the core that runs, at its current tile."""
-        first, (semaphores, scalars) = pl.program_id(0) * call.grid[1], state
+        first = pl.program_id(0) * call.grid[1]
         places = first + pl.program_id(1), first + call.grid[1]
-        return Pages(call, table_X, scalars_X, sources, buffers, semaphores, scalars, *places)
+        return Pages(call, table_X, scalars_X, sources, buffers, semaphores, state, *places)
 
     def begin(self) -> None:
         """Fetch as many buffers as may be in flight while the first tile's first is computed."""
@@ -330,7 +344,7 @@ class Pages:
 
         @pl.when(is_held)
         def _() -> None:
-            number = self.table_X[self.of(tile, 0) * self.call.max_pages + at]
+            number = self.table_X[self.row(tile) * self.call.max_pages + at]
             for copy in self._copies(number, buffer, i):
                 copy.start()
 
@@ -350,7 +364,7 @@ class Pages:
         is_whole = page < self.whole(tile)
         nth, _ = self.place(tile, page)
         at = jax.lax.select(is_whole, page, self.whole(tile))
-        return at, is_whole | ((nth == 0) & (self.of(tile, 6) > 0))
+        return at, is_whole | ((nth == 0) & (self.held(tile) > 0))
 
     def _copies(self, number: Any, buffer: jax.Array, i: Any) -> list[Any]:
         return [

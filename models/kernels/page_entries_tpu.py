@@ -57,9 +57,9 @@ class NewTokens:
         """Put the tokens of the tile's page into its buffer, after the positions that it held."""
         tile = pages.tile
         nth, path = pages.place(tile, page)
-        row = (pages.of(tile, 5) + path) * pages.call.path_pages + nth
+        row = (pages.first_path(tile) + path) * pages.call.path_pages + nth
         token_1S = self.source_ZS[pl.ds(row, 1)]
-        held = jnp.where(nth == 0, pages.of(tile, 6), 0)
+        held = jnp.where(nth == 0, pages.held(tile), 0)
         for x in pages.buffers:
             old_KSh = x[buffer, i]
             is_held_KSh = jax.lax.broadcasted_iota(jnp.int32, old_KSh.shape, 1) < held

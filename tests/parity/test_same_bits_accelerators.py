@@ -78,7 +78,7 @@ def hopper_in_use():
         patch.setattr(jax.lax, "platform_dependent", of_platform("cuda"))
         patch.setattr(hopper, "is_hopper", lambda: True)
         for module in (cached_attention, row_attention):
-            patch.setattr(module, "platform_in_use", lambda: "gpu")
+            patch.setattr(module, "platform_in_use", lambda: "cuda")
         for module in (layers, row_attention):
             patch.setattr(module, "sums_in_order_on_accelerators", lambda: True)
         for module in (page_attention_gpu, row_attention_gpu):
