@@ -27,6 +27,7 @@ class Split:
     batch: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     ways: int = 1
+    head_ways: int = 1
 
     @staticmethod
     def of_cache(values: jax.Array) -> Split:
@@ -35,7 +36,8 @@ class Split:
             return Split()
         spec: list[Any] = [*fitting_spec(mesh.shape, values.shape, CACHE_AXES), None, None]
         batch, heads = spec[:2]
-        return Split(entry_names(batch), entry_names(heads), entry_ways(mesh.shape, batch))
+        ways = (entry_ways(mesh.shape, entry) for entry in (batch, heads))
+        return Split(entry_names(batch), entry_names(heads), *ways)
 
     def spec(self, batch: int | None = None, heads: int | None = None) -> PartitionSpec:
         """The specification of an array that has these axes at these dimensions."""
@@ -98,17 +100,23 @@ def attend_in_order(
     if not platform:
         return portable()
     split = Split.of_cache(held[1])
-    if platform == "tpu" and not _takes_table(table_BN[0], split.ways if has_own_slots else 1):
+    if platform == "tpu" and _is_too_large(split, new[1], after, table_BN[0], has_own_slots):
         return portable()
     of_parts = _of_own_slots if has_own_slots and split.batch else _of_any_slots
     kernel = partial(of_parts, partial(_by_kernel, platform), split, new, held, after, *table_BN)
     return jax.lax.platform_dependent(**{platform: kernel}, default=portable)
 
 
-def _takes_table(table_BN: jax.Array, ways: int) -> bool:
+def _is_too_large(
+    split: Split, k_XKh: jax.Array, after: After, table_BN: jax.Array, has_own_slots: bool
+) -> bool:
+    """Return whether the memories of a TPU's core are too small for the kernel of trees."""
     from models.kernels import page_attention_tpu  # Pallas: a second to import
 
-    return page_attention_tpu.takes_table(len(table_BN) // ways, table_BN.shape[1])
+    (B, N), (X, K, h) = table_BN.shape, k_XKh.shape
+    table = B // (split.ways if has_own_slots else 1), N
+    tokens = (X if after.num_paths else 0), K // split.head_ways, h, k_XKh.dtype
+    return page_attention_tpu.why_too_large(table, *tokens) is not None
 
 
 def _by_kernel(platform: str, *given: jax.Array, after: After) -> jax.Array:

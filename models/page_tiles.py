@@ -44,57 +44,23 @@ def attend(
     """Return the attention of tokens to all before them and themselves, [X, H, h]; of no row: 0."""
     (X, H, h), K, dtype = q_XHh.shape, k_XKh.shape[1], keys_PKTh.dtype
     is_tpu, group = platform == "tpu", H // K
-    block, size = (KEYS, min(TPU_TOKENS, after.width)) if is_tpu else (ROWS, ROWS // group)
-    tiles, paths = Tiles.of(after, size, len(table_BN)), None
+    block, max_tokens = (KEYS, TPU_TOKENS) if is_tpu else (ROWS, ROWS // group)
+    tiles, paths = Tiles.of(after, min(max_tokens, after.width), len(table_BN)), None
+    new = list[jax.Array]()
     if after.num_paths:
         paths = SidePaths.of(after, tiles, table_BN, keys_PKTh, block)
+        pairs = (keys_PKTh, k_XKh), (values_PKTh, v_XKh)
+        # a TPU's kernel puts the tokens to their places
+        new = [paths.source_SE, k_XKh, v_XKh] if is_tpu else [paths.copies(*x) for x in pairs]
     N, A = tiles.token_NA.shape
     q_NAHh = jnp.take(q_XHh.astype(dtype), tiles.token_NA, axis=0, mode="clip")
     q_NKYh = q_NAHh.reshape(N, A, K, group, h).swapaxes(1, 2).reshape(N, K, A * group, h)
-    by_tiles = _by_tpu if is_tpu else _by_gpu
-    given = q_NKYh, (keys_PKTh, values_PKTh), (k_XKh, v_XKh), table_BN, tiles, paths
-    out_NKYh = by_tiles(*given, interpret=interpret)
+    rows = table_BN, *tiles.by_row(paths, group), tiles.reads(paths, block), new
+    kernel = page_attention_tpu if is_tpu else page_attention_gpu
+    out_NKYh = kernel.attend_tiles(q_NKYh, keys_PKTh, values_PKTh, *rows, interpret=interpret)
     out_NKAGh = out_NKYh.reshape(N, K, A, group, h)
     out_XHh = out_NKAGh[tiles.tile_X, :, tiles.place_X].reshape(X, H, h)
     return jnp.where((tiles.row_X >= 0)[:, None, None], out_XHh, 0)
-
-
-def _by_gpu(
-    q_NKYh: jax.Array,
-    pages: tuple[jax.Array, jax.Array],
-    new: tuple[jax.Array, jax.Array],
-    table_BN: jax.Array,
-    tiles: Tiles,
-    paths: SidePaths | None,
-    *,
-    interpret: Any,
-) -> jax.Array:
-    (P, _, T, _), Y = pages[0].shape, q_NKYh.shape[2]
-    q_NKRh = jnp.pad(q_NKYh, ((0, 0), (0, 0), (0, ROWS - Y), (0, 0)))
-    blocks = page_attention_gpu.blocks_of(table_BN, tiles.reads(paths, ROWS), P, T)
-    numbers_NR = (
-        jnp.pad(x, ((0, 0), (0, ROWS - Y)), constant_values=-1) for x in tiles.by_row(paths, Y)
-    )
-    sides = [] if paths is None else list(map(paths.copies, pages, new))
-    num_rows = min(Y, tiles.width * Y // tiles.token_NA.shape[1])
-    rows, options = (*numbers_NR, blocks, sides), {"num_rows": num_rows, "interpret": interpret}
-    return page_attention_gpu.attend_tiles(q_NKRh, *pages, *rows, **options)[:, :, :Y]
-
-
-def _by_tpu(
-    q_NKYh: jax.Array,
-    pages: tuple[jax.Array, jax.Array],
-    new: tuple[jax.Array, jax.Array],
-    table_BN: jax.Array,
-    tiles: Tiles,
-    paths: SidePaths | None,
-    *,
-    interpret: Any,
-) -> jax.Array:
-    numbers_NY, reads = tiles.by_row(paths, q_NKYh.shape[2]), tiles.reads(paths, KEYS)
-    source = () if paths is None else (paths.source_SE, *new)
-    rows = table_BN, *numbers_NY, reads, source
-    return page_attention_tpu.attend_tiles(q_NKYh, *pages, *rows, interpret=interpret or False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +77,6 @@ class Tiles:
     tile_X: jax.Array
     place_X: jax.Array
     token_NA: jax.Array
-    width: int
 
     @staticmethod
     def of(after: After, size: int, num_slots: int) -> Tiles:
@@ -129,7 +94,7 @@ class Tiles:
         tile_X = jnp.cumsum((place_X == 0) & is_own_X).astype(jnp.int32) - 1
         none_NA = jnp.full((N, size), X, jnp.int32)
         token_NA = none_NA.at[jnp.where(is_own_X, tile_X, N), place_X].set(at_X, mode="drop")
-        return Tiles(row_X, after.length_X, depth_X, ups, tile_X, place_X, token_NA, after.width)
+        return Tiles(row_X, after.length_X, depth_X, ups, tile_X, place_X, token_NA)
 
     @property
     def position_X(self) -> jax.Array:
@@ -139,10 +104,9 @@ class Tiles:
         """Return a number of each token by its place, −1 of none; [N, A]."""
         return jnp.take(x_X, self.token_NA, mode="fill", fill_value=-1)
 
-    def by_row(self, paths: SidePaths | None, num_rows: int) -> list[jax.Array]:
+    def by_row(self, paths: SidePaths | None, group: int) -> list[jax.Array]:
         """Return the position and the path of each row of tiles, −1 of none; [N, Y]."""
         path_X = jnp.zeros_like(self.row_X) if paths is None else paths.path_X
-        group = num_rows // self.token_NA.shape[1]
         return [jnp.repeat(self.by_place(x), group, axis=1) for x in (self.position_X, path_X)]
 
     def reads(self, paths: SidePaths | None, block: int) -> Reads:

@@ -387,26 +387,26 @@ def _why_other_bits(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) 
         return f"expected Cluster.rollouts='local', got {config.cluster.rollouts!r}"
     if config.sampling.top_p < 1:
         return f"expected Sampling.top_p=1, whose cut is no sum, got {config.sampling.top_p}"
-    if platform == "tpu" and (reason := _large_table(config, model, mesh)):
+    if platform == "tpu" and (reason := _large_rounds(config, model, mesh)):
         return reason
     page_tokens = config.engine.page_tokens if config.engine.is_paged(is_cpu=False) else None
     devices_in_use = platform, model, tensor_ways, config.trainer.dtype, page_tokens
     return why_other_bits_on_accelerators(*devices_in_use)
 
 
-def _large_table(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> str | None:
-    """Return why a TPU's scalar memory does not hold the pages of a device's slots."""
-    from models.kernels.page_attention_tpu import TABLE_BYTES, takes_table
+def _large_rounds(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> str | None:
+    """Return why the memories of a TPU's core do not hold a round's pages and tokens."""
+    from models.kernels.page_attention_tpu import why_too_large
 
-    engines, slots = engine_mesh(config, model, mesh), config.engine.max_slots
-    ways = 1 if engines is None else axis_ways(engines.shape, "batch")
-    pages = config.engine.slot_pages(config.longest_tokens)
-    if takes_table(-(-slots // ways), pages):
-        return None
-    return (
-        f"expected slots of at most {TABLE_BYTES // 4:,} pages together on a device, got "
-        f"Engine.slots={slots} of {pages} pages on {ways} device(s)"
-    )
+    engines = engine_mesh(config, model, mesh)
+    sizes = {} if engines is None else engines.shape
+    ways, tensor = axis_ways(sizes, "batch") if sizes else 1, sizes.get("tensor", 1)
+    engine = config.engine.over(ways)
+    table = engine.max_slots // ways, engine.slot_pages(config.longest_tokens)
+    prompts = engine.prefill_rows * engine.prefill_chunk_tokens
+    tokens = max(prompts, engine.max_round_nodes, 2 * engine.max_slots)
+    heads = model.num_kv_heads // tensor, model.head_dim
+    return why_too_large(table, tokens, *heads, config.trainer.dtype)
 
 
 def run_mesh(config: TrainConfig) -> Mesh | None:

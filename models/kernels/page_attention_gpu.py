@@ -4,7 +4,7 @@ A thread block has up to 64 rows, of tokens of a slot and the query heads of a k
 one part of the blocks that they read (`models.kernels.hopper`). Blocks come by TMA into several
 buffers: while one is computed, the next ones are copied. A second kernel joins the parts.
 
-N tiles of R = 64 rows, K key/value heads, h head size, P pages, T positions of a page, L blocks of
+N tiles of R = 64 rows, Y in use, K key/value heads, h head size, P pages, T positions of a page, L blocks of
 a tile's list, X parts, D buffers, S side blocks. Formulas: see `hopper`.
 """
 
@@ -105,6 +105,34 @@ def blocks_of(table_BN: jax.Array, reads: Reads, num_pages: int, page_tokens: in
 
 
 def attend_tiles(
+    q_NKYh: jax.Array,
+    keys_PKTh: jax.Array,
+    values_PKTh: jax.Array,
+    table_BN: jax.Array,
+    position_NY: jax.Array,
+    path_NY: jax.Array,
+    reads: Reads,
+    sides_SK64h: Sequence[jax.Array] = (),
+    *,
+    interpret: Any = None,
+) -> jax.Array:
+    """Return the attention of tiles of Y ≤ 64 rows, [N, K, Y, h] of the queries' dtype.
+
+    A row sees the whole blocks of its tile, and other blocks of its path up to its position.
+    """
+    Y, (P, _, T, _) = q_NKYh.shape[2], keys_PKTh.shape
+    q_NKRh = jnp.pad(q_NKYh, ((0, 0), (0, 0), (0, ROWS - Y), (0, 0)))
+    numbers_NR = (
+        jnp.pad(x, ((0, 0), (0, ROWS - Y)), constant_values=-1) for x in (position_NY, path_NY)
+    )
+    rows = *numbers_NR, blocks_of(table_BN, reads, P, T), sides_SK64h
+    out_NKRh = _attend_blocks(
+        q_NKRh, keys_PKTh, values_PKTh, *rows, num_rows=Y, interpret=interpret
+    )
+    return out_NKRh[:, :, :Y]
+
+
+def _attend_blocks(
     q_NKRh: jax.Array,
     keys_PKTh: jax.Array,
     values_PKTh: jax.Array,
@@ -335,7 +363,7 @@ def attend_pages(
     blocks = blocks_of(table_BN, Reads(row_N, length_N, length_N), P, T)
     last_NR = jnp.broadcast_to(length_N[:, None] - 1, (B * n, ROWS)).astype(jnp.int32)
     rows = last_NR, jnp.zeros_like(last_NR)
-    results = attend_tiles(
+    results = _attend_blocks(
         *(q_NKRh, keys_PKTh, values_PKTh, *rows, blocks),
         num_rows=min(ROWS, W * H // K),
         is_partial=True,

@@ -29,6 +29,7 @@ from models.kernels.softmax_tpu import KEYS, LANES, Softmax, scores
 
 _NO_LAST = 2**30  # a position after all
 TABLE_BYTES = 512 << 10  # of page numbers in scalar memory, which has 1 MiB
+TOKEN_BYTES = 32 << 20  # of tokens' keys and values; TPUs since v5e have 64 MiB of VMEM and more
 
 
 def takes(head_dim: int, page_tokens: int, dtype: Any) -> str | None:
@@ -51,9 +52,27 @@ def takes(head_dim: int, page_tokens: int, dtype: Any) -> str | None:
     return None
 
 
-def takes_table(num_slots: int, max_pages: int) -> bool:
-    """Return whether scalar memory holds the table of so many slots."""
-    return 4 * num_slots * max_pages <= TABLE_BYTES
+def why_too_large(
+    table: tuple[int, int], num_tokens: int, num_kv_heads: int, head_dim: int, dtype: Any
+) -> str | None:
+    """Return why a core's memories do not hold a table of slots' pages, or new tokens; or None."""
+    num_slots, max_pages = table
+    if not _takes_table(table):
+        return (
+            f"expected slots of at most {TABLE_BYTES // 4:,} pages together on a device, got "
+            f"{num_slots:,} of {max_pages:,}"
+        )
+    num_bytes = 2 * num_kv_heads * head_dim * jnp.dtype(dtype).itemsize
+    if num_tokens * num_bytes > TOKEN_BYTES:
+        return (
+            f"expected at most {TOKEN_BYTES // num_bytes:,} tokens of drafts, or of prompts, in a "
+            f"round on devices with {num_kv_heads} key/value heads, got {num_tokens:,}"
+        )
+    return None
+
+
+def _takes_table(table: tuple[int, ...]) -> bool:
+    return 4 * table[0] * table[1] <= TABLE_BYTES
 
 
 def attend_tiles(
@@ -68,7 +87,7 @@ def attend_tiles(
     *,
     is_partial: bool = False,
     buffers: Buffers | None = None,
-    interpret: Any = False,
+    interpret: Any = None,
 ) -> Any:
     """Return the attention of tiles, [N, K, X, h] of the queries' dtype.
 
@@ -97,7 +116,7 @@ def attend_tiles(
         result,
         resident=NewTokens.inputs(source, q_NKXh.dtype),
         name="page_attention",
-        interpret=interpret,
+        interpret=interpret or False,
     )
     return out if is_partial else out[0]
 
@@ -230,7 +249,7 @@ def attend_pages(
 def _halves(table_BM: jax.Array) -> tuple[slice, ...]:
     """Return halves of the slots if scalar memory does not hold the table of all."""
     B = len(table_BM)
-    return () if takes_table(*table_BM.shape) or B == 1 else (slice(0, B // 2), slice(B // 2, B))
+    return () if _takes_table(table_BM.shape) or B == 1 else (slice(0, B // 2), slice(B // 2, B))
 
 
 def append_and_attend(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from functools import partial
 
 import pytest
@@ -102,14 +103,18 @@ def test_what_tpus_do_not_take(hoppers, change, words):
     assert words in why_on_tpus(**change)
 
 
-def test_tables_of_pages_that_a_tpu_does_not_hold():
-    def why(prompt_tokens):
-        flags = "Engine.slots=4096", f"Rollout.max_prompt_tokens={prompt_tokens}"
+def test_rounds_that_memories_of_a_tpu_do_not_hold():
+    def why(*flags):
         config = load(TrainConfig, ["configs/plain_tiny.gin"], flags)
-        return setup._large_table(config, OF_TPUS, None)
+        return setup._large_rounds(config, OF_TPUS, None)
 
-    assert why(3000) is None
-    assert "at most 131,072 pages together on a device, got Engine.slots=4096" in why(5000)
+    slots = "Engine.slots=4096"
+    assert why(slots, "Rollout.max_prompt_tokens=3000") is None
+    assert "131,072 pages together" in why(slots, "Rollout.max_prompt_tokens=5000")
+    tokens = "Trainer.compute_dtype='bfloat16'", "Engine.prefill_chunk_tokens=8192"
+    assert why(*tokens) is None, "32,768 tokens of two heads"
+    too_many = "at most 32,768 tokens of drafts, or of prompts, .* 2 key/value heads, got 65,536"
+    assert re.search(too_many, why(*tokens, "Engine.prefill_rows=8"))
 
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
