@@ -4,8 +4,8 @@ A thread block has up to 64 rows, of tokens of a slot and the query heads of a k
 one part of the blocks that they read (`models.kernels.hopper`). Blocks come by TMA into several
 buffers: while one is computed, the next ones are copied. A second kernel joins the parts.
 
-N tiles of R = 64 rows, Y in use, K key/value heads, h head size, P pages, T positions of a page, L blocks of
-a tile's list, X parts, D buffers, S side blocks. Formulas: see `hopper`.
+N tiles of R = 64 rows, Y in use, K key/value heads, h head size, P pages, T positions of a page, L
+blocks of a tile's list, X parts, D buffers, S side blocks. Formulas: see `hopper`.
 """
 
 from __future__ import annotations
