@@ -185,7 +185,7 @@ class _Tile:
             pl.when(left <= n)(partial(self.entry.end, pages, buffer))
 
     def _whole(self, buffer: jax.Array) -> None:
-        """Attend to all pages of a buffer, each of which every row sees whole."""
+        """Attend to all pages of a buffer, which every row sees whole."""
         for head in range(self.pages.call.num_kv_heads):
             keys_Yh, values_Yh = (
                 x[buffer, :, head].reshape(-1, x.shape[-1]) for x in self.pages.buffers
@@ -194,7 +194,7 @@ class _Tile:
             self._hold(head, self.held(head).with_blocks(scores_XY, values_Yh))
 
     def _masked(self, first: jax.Array, buffer: jax.Array, i: jax.Array, _: None) -> None:
-        """Attend to the i-th page of a buffer, of whose positions rows may see some."""
+        """Attend to the i-th page of a buffer; rows may see some of its positions."""
         pages, page = self.pages, first + i
         whole = pages.whole(pages.tile)
         (nth, path), is_whole = pages.place(pages.tile, page), page < whole

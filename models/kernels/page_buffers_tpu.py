@@ -245,7 +245,7 @@ class Pages:
         return self._of(tile, 1)
 
     def last(self, tile: Any) -> jax.Array:
-        """Return a position behind all that any row of a tile sees."""
+        """Return how many positions the row of a tile sees that sees most."""
         return self._of(tile, 2)
 
     def num(self, tile: Any) -> jax.Array:
