@@ -6,9 +6,10 @@ marker counts.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Literal
+
+from rl.data import numbers
 
 
 def whole(text: str) -> str | None:
@@ -55,13 +56,10 @@ def hash_mark(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number, without thousands separators: `-1,250.5` is -1250.5."""
-    numbers = _NUMBER.findall(text)
-    return numbers[-1].replace(",", "") if numbers else None
+    """Return the last number by its value, `-$1,250.50` as -1250.5 (`rl.data.numbers`)."""
+    value = numbers.last(text)
+    return None if value is None else numbers.to_text(value)
 
-
-# A minus sign counts unless a digit or letter precedes it: `3-2` ends in 2, `= -2` in -2.
-_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
 
 Extractor = Literal["whole", "last_line", "boxed", "answer_tag", "hash", "last_number"]
 EXTRACTORS: Mapping[str, Callable[[str], str | None]] = {

@@ -34,10 +34,14 @@ PLUGINS = Path(__file__).parent / "plugins"
         ("boxed", r"\boxed{}", None),
         ("answer_tag", "<answer>1</answer> no, <answer> 2 </answer>", "2"),
         ("answer_tag", "<answer>1", None),
-        ("last_number", "3 - 2 is 1. Or 1,250.50 apples?", "1250.50"),
+        ("last_number", "3 - 2 is 1. Or 1,250.50 apples?", "1250.5"),
         ("last_number", "3-2", "2"),
         ("last_number", "so x = -2!", "-2"),
-        ("last_number", "1,2345", "2345"),
+        ("last_number", "1,2345", None),  # 2345, or a decimal comma
+        ("last_number", "That leaves -$5.", "-5"),
+        ("last_number", "so \u22121 000.50", "-1000.5"),
+        ("last_number", "a quarter is .25", "0.25"),
+        ("last_number", r"6.02 \times 10^{2} of them", "602"),
         ("last_number", "none", None),
         ("answer_tag", "1</answer>", None),
         ("hash", "6 = 3*2\n#### 3\n#### 42 \nbye", "42"),
@@ -54,6 +58,14 @@ def test_exact_match_ignores_case_and_spacing_only():
     assert exact_match("#### New York City", "New York", "hash") == 0.0
     assert exact_match("New York", "New York", "hash") == 0.0
     assert exact_match("#### x", None, "hash") is None
+
+
+def test_exact_match_of_last_numbers_is_by_value():
+    assert exact_match("It costs $1,250.50.", "1250.5", "last_number") == 1.0
+    assert exact_match("about 1.5e3 m", "1,500", "last_number") == 1.0
+    assert exact_match("That leaves -$5.", "5", "last_number") == 0.0
+    assert exact_match("so \u22125", "5", "last_number") == 0.0
+    assert exact_match("a quarter is .25", "25", "last_number") == 0.0
 
 
 def test_expected_answers_with_the_marker_are_read_as_completions_are():

@@ -77,6 +77,13 @@ EQUAL = {
     "2ab": ["2ba", r"2 a \cdot b"],
     r"\frac{\sqrt{2}}{2}": [r"\frac{1}{\sqrt{2}}"],
     r"\frac{1}{2^{99}}": [r"2^{-99}", "1/633825300114114700748351602688"],
+    "5000000": [r"5 \text{ million}", "5 million dollars", "$5M", r"5\,\mathrm{million}", "5e6"],
+    r"5 \text{ million}": ["5,000,000", r"5\text{ million people}", "0.005 billion"],
+    "-3": ["x = -$3", "x=\u22123", r"$y = -3\text{ m}$"],
+    "-5": ["\u22125", "-$5", r"\(-\$5\)", "minus 5", "$-5$", "- 5", "\uff0d5"],
+    "0.25": [".25", "1/4", "¼", "25e-2", r"2.5 \times 10^{-1}"],
+    "1.5": ["3 halves", r"3 \text{ halves}", "1½"],
+    "18 m^2": ["18 m²"],
     "10^{-20}": ["1e-20", "0.00000000000000000001"],
 }
 NOT_EQUAL = {
@@ -93,6 +100,14 @@ NOT_EQUAL = {
     "1000000": ["1000001", "1,000"],
     "0.5": ["50%", "0.51"],
     "72": ["1,072", "172", "seventy-two", "7 2"],
+    "5": [r"5 \text{ million}", "5 million", "\u22125", "-$5", r"5\text{ factorial}", "5k", "$5k"],
+    r"5\text{ million}": ["5", r"5\text{ billion}", r"5\text{ km}"],
+    r"x = 5": [r"x = 5 \text{ million}"],
+    "25": [".25", "2.5e2"],
+    "3": [r"3 \text{ squared}", r"3\text{ halves}", "3 tenths", r"3 \mathrm{ hundredths}"],
+    "1": ["1.000.000", "x = 1_000"],
+    "0": ["1.000.000"],
+    "15": ["1'5"],
     r"\text{Monday}": [r"\text{Tuesday}", "Mondays"],
 }
 
