@@ -7,6 +7,7 @@ GSM8K and MATH.
 from __future__ import annotations
 
 import dataclasses
+import decimal
 import difflib
 import functools
 import json
@@ -32,6 +33,7 @@ _SYNONYMS = {
     "answer": ("ground_truth", "solution", "final_answer", "target", "label", "expected", "gold"),
 }
 _MEDIA = ("images", "image", "audio", "audios", "video", "videos", "tool_calls", "function_call")
+_MIN_PLAIN = 1e-15  # smaller numbers have an exponent as text
 _MAX_NAMES = 40  # of columns, in messages
 _PROMPT = "text or a list of {role, content} messages"
 
@@ -176,8 +178,9 @@ def number_text(value: int | float) -> str:
 
     A float from 2**53 on may have lost digits and keeps the form (1e+16).
     """
-    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
-    return str(int(value) if is_whole else value)
+    if isinstance(value, int) or abs(value) >= 2**53 or 0 < abs(value) < _MIN_PLAIN:
+        return str(value)
+    return str(int(value)) if value.is_integer() else format(decimal.Decimal(str(value)), "f")
 
 
 # --- prompts ----------------------------------------------------------------------------

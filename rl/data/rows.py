@@ -11,17 +11,18 @@ import bisect
 import collections
 import contextlib
 import dataclasses
+import decimal
 import itertools
 import json
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rl.data import unpack
+from rl.data import arrow_values, unpack
 
 MAX_ROW_BYTES = 2**24  # of a line, or of a file with one JSON object
 MAX_ROW_VALUES = 2**21
@@ -31,6 +32,9 @@ MAX_ROWS = 2**25  # of the files of a task, whose places are held in memory
 MAX_UNPACKED_BYTES = 2**30  # of a parquet row group, and of compressed Arrow data
 MAX_DEPTH = 100  # of nested lists and objects
 CACHE_BYTES = 2**29  # of unpacked row groups
+
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +103,8 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
         return {str(k): _plain(v, f"{where}: {k!s:.80}", depth + 1) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, where, depth + 1) for item in value]
+    if isinstance(value, decimal.Decimal):
+        return format(value, "f")
     if isinstance(value, bytes):
         raise ValueError(f"{where}: holds bytes (an image?), expected text: leave the column out")
     return str(value)
@@ -221,6 +227,8 @@ def parse_json(text: bytes, where: str, expected: str) -> Any:
 def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
         raise ValueError(f"expected finite numbers, got {text:.40}")
+    if number == 0 and re.match(r"[-0.]*[1-9]", text):
+        raise ValueError(f"expected 0 or numbers that a float can hold, got {text:.40}")
     return number
 
 
@@ -244,15 +252,19 @@ def _arrow_part(
         with _readable(path, kind):
             row = load().slice(index, 1)
             row.validate(full=True)  # a damaged file may have any offsets
-            num_values = sum(map(_num_values, row.columns))
+            columns = dict(zip(row.schema.names, row.columns, strict=True))
+            if len(columns) != row.num_columns:
+                raise ValueError(f"{where(index)}: two columns have one name: rename one")
+            num_values = sum(_each(columns, arrow_values.num_values, where(index)).values())
             if row.nbytes > MAX_ROW_BYTES or num_values > MAX_ROW_VALUES:
                 raise ValueError(
                     f"{where(index)}: expected at most {MAX_ROW_BYTES:,} bytes and "
                     f"{MAX_ROW_VALUES:,} values, got {row.nbytes:,} and {num_values:,}"
                 )
-            if not (rows := _as_written(row).to_pylist()):
+            if not row.num_rows:
                 raise ValueError(f"{where(index)} is missing, although the file counts it")
-            return rows[0]
+            lists = _each(columns, arrow_values.values, where(index))
+            return {name: values[0] for name, values in lists.items()}
 
     def where(index: int) -> str:
         return f"{path} row {first_row + index}"
@@ -260,26 +272,22 @@ def _arrow_part(
     return Part(num_rows, read, where)
 
 
-def _num_values(column: Any) -> int:
-    """Return how many values are nested in a column: nulls and repeated ones take no bytes."""
-    if not column.type.num_fields:
-        return len(column)
-    if hasattr(column, "chunks"):  # of a table
-        return sum(map(_num_values, column.chunks))
-    if not hasattr(column, "flatten"):
-        raise ValueError(f"a column of type {column.type} is not supported: leave it out")
-    inner = column.flatten()
-    return len(column) + sum(map(_num_values, inner if isinstance(inner, list) else [inner]))
+def _each(columns: Mapping[str, Any], read: Callable[[Any], T], where: str) -> dict[str, T]:
+    """Read each column. Raises ValueError that names the one that cannot be read."""
+    result = dict[str, T]()
+    for name, column in columns.items():
+        try:
+            result[name] = read(column)
+        except (_pyarrow().ArrowException, ValueError, OverflowError) as error:
+            raise ValueError(
+                f"{where}: column {name!r:.80} ({column.type!s:.80}) {_reason(error)}: leave it out"
+            ) from error
+    return result
 
 
-def _as_written(row: Any) -> Any:
-    """Return a row with float64 for its float32, by their shortest text: 0.1 stays 0.1."""
-    pyarrow = _pyarrow()
-    for place, field in enumerate(row.schema):
-        if pyarrow.types.is_float32(field.type):
-            wide = row.column(place).cast(pyarrow.string()).cast(pyarrow.float64())
-            row = row.set_column(place, field.name, wide)
-    return row
+def _reason(error: Exception) -> str:
+    text = str(error)
+    return text if text.startswith("has ") else f"cannot be read: {text:.200}"
 
 
 def _arrow_batches(path: Path) -> list[Part]:

@@ -169,6 +169,7 @@ def test_a_key_is_the_same_for_the_same_question():
 @pytest.mark.parametrize(
     ("value", "text"),
     [(5.0, "5"), (-0.0, "0"), (5.5, "5.5"), (2.0**53, "9007199254740992.0"), (1e300, "1e+300")]
+    + [(1e-7, "0.0000001"), (1.5e-5, "0.000015"), (-1e-300, "-1e-300")]
     + [(7, "7"), (2**60, str(2**60)), (True, "True"), ("5.0", "5.0"), (None, None)],
 )
 def test_answers_that_are_numbers(value, text):

@@ -75,6 +75,7 @@ def test_a_line_that_never_ends_is_refused(tmp_path, monkeypatch):
         (b'{"a": NaN}', "finite numbers, got NaN"),
         (b'{"a": -Infinity}', "finite numbers, got -Infinity"),
         (b'{"a": 1e999}', "finite numbers, got 1e999"),
+        (b'{"a": -0.1e-999}', "that a float can hold, got -0.1e-999"),
         (b'{"a": {"b": 1, "b": 2}}', "'b' is in it twice"),
         (b'{"a": "\xff"}', "utf-8"),
         ('{"a": 1}'.encode("utf-16"), "utf-8"),
