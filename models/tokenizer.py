@@ -84,13 +84,15 @@ class Tokenizer:
                 raise ValueError("expected whole characters, got half of a surrogate pair")
             return self.rules.encode(text, add_special_tokens=add_special_tokens)
 
-    def decode(self, ids: Iterable[int], skip_ends: bool = True) -> str:
+    def decode(self, ids: Iterable[int], skip_end: bool = True) -> str:
         """Return the text of ids, special tokens and spaces included; ValueError if rules fail.
 
-        End tokens and padding alone are left out, if `skip_ends`.
+        An end token is left out if it is the last one, and `skip_end`. Any other token is text
+        that the policy wrote, padding and unknown tokens included.
         """
-        skipped = {*self.eos_token_ids, self.pad_token_id} if skip_ends else ()
-        tokens = [token for i in ids if (token := int(i)) not in skipped]
+        tokens = [int(i) for i in ids]
+        if skip_end and tokens and tokens[-1] in self.eos_token_ids:
+            tokens.pop()
         with _as_value_error(f"the tokenizer cannot decode {shown(tokens, 40)}"):
             return str(self.rules.decode(tokens, skip_special_tokens=False))
 

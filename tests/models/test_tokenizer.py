@@ -103,7 +103,7 @@ def test_ids_of_conversations_are_those_of_the_file(chatml_folder):
         text = theirs.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
         assert ids == file.encode(text, add_special_tokens=False).ids
         assert ids.count(1) == len(messages) + prompt  # <|im_start|> is one token a turn
-        assert ours.decode(ids, skip_ends=False) == text
+        assert ours.decode(ids, skip_end=False) == text
         assert ours.encode(text) == ids
 
 
@@ -233,7 +233,7 @@ def test_ids_are_those_of_the_file_whatever_class_is_named(make, name, tmp_path)
     for text in TEXTS:
         ids = file.encode(text, add_special_tokens=False).ids
         assert ours.encode(text) == ids
-        assert ours.decode(ids, skip_ends=False) == file.decode(ids, skip_special_tokens=False)
+        assert ours.decode(ids, skip_end=False) == file.decode(ids, skip_special_tokens=False)
 
 
 @pytest.mark.parametrize(
@@ -270,17 +270,23 @@ def test_a_prompt_begins_as_the_tokenizer_s_own_call_begins_once(around, setting
     assert ours.encode_prompt("") == []
 
 
-def test_all_special_tokens_but_ends_and_padding_are_in_the_text(tmp_path):
+def test_all_special_tokens_but_the_end_are_in_the_text(tmp_path):
     backend = byte_level()
-    backend.add_special_tokens(["<think>", "#", "<pad>", "<turn>"])
-    folder = save(tmp_path, backend, eos_token={"content": "<end>"}, pad_token="<pad>")
+    backend.add_special_tokens(["<think>", "#", "<pad>", "<unk>", "<turn>"])
+    folder = save(
+        tmp_path, backend, eos_token={"content": "<end>"}, pad_token="<pad>", unk_token="<unk>"
+    )
     turn = backend.token_to_id("<turn>")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [turn]}))
     ours = tokenizers_of_ours.load(folder)
-    ids = ours.encode("<think>a b# é<pad><end><turn>")
-    assert ours.decode(ids) == "<think>a b# é"
-    assert ours.decode(ids, skip_ends=False) == "<think>a b# é<pad><end><turn>"
-    assert ours.decode([*ids, *ours.encode("漢")[:1]]) == "<think>a b# é\ufffd"
+    text = "<think>a<pad>b<unk># é<turn>c<pad><end>"
+    ids = ours.encode(f"{text}<turn>")
+    assert ours.decode(ids) == text
+    assert ours.decode(ids[:-1]) == text.removesuffix("<end>")
+    assert ours.decode(ids[:-2]) == text.removesuffix("<end>")  # cut off: it ends in padding
+    assert ours.decode(ids, skip_end=False) == f"{text}<turn>"
+    assert ours.decode([*ids, *ours.encode("漢")[:1]]) == f"{text}<turn>\ufffd"
+    assert ours.decode([]) == ""
 
 
 def test_ids_without_a_token_are_named_but_for_ends(tmp_path):

@@ -19,8 +19,9 @@ from rl.trajectory import FinishReason
 class Letters:
     """Decodes 0 as a, 1 as b and so on; 9 is special."""
 
-    def decode(self, ids, skip_ends=True):
-        return "".join("" if i == 9 and skip_ends else "abcdefghi$"[i] for i in ids)
+    def decode(self, ids, skip_end=True):
+        ids = ids[:-1] if skip_end and ids and ids[-1] == 9 else ids
+        return "".join("abcdefghi$"[i] for i in ids)
 
 
 def answer(i, num_tokens, finish):
