@@ -172,7 +172,8 @@ class AlgorithmConfig:
     gradient of the KL; `k3` (None), exp(d) − 1 − d, has the KL's mean and the gradient of
     KL(π_ref ‖ π); `k1`, −d, has none on average. With `kl_in_reward` the loss has no KL: before
     rewards are compared, a response's falls by β · k1, summed over its tokens (ppo: token by
-    token), π being the sampling policy.
+    token), π being the sampling policy; it needs an `advantage_normalisation` other than `std`,
+    and dapo's dynamic sampling looks at the rewards before.
     `mask_truncated` leaves responses that reached the length limit out of the loss (their
     rewards still count in the group's mean). `max_extra_phases` bounds
     dapo's dynamic sampling. A reward falls by up to 1 over the last `overlong_buffer_tokens` before
@@ -243,6 +244,13 @@ class AlgorithmConfig:
             raise ValueError(
                 f"kl_in_reward = True subtracts k1, got kl_estimator = {self.kl_estimator!r}, "
                 "which is for the loss: leave one of them out"
+            )
+        if self.kl_in_reward and self.resolved.advantage_normalisation == "std":
+            raise ValueError(
+                "kl_in_reward = True subtracts the KL from rewards that are divided by their "
+                "standard deviation: where a group's rewards are equal that is the KL's own, and "
+                'kl_coefficient drops out; set advantage_normalisation = "none", or leave '
+                'kl_in_reward out (the KL is then in the loss; kl_estimator = "k2")'
             )
         if self.kl_estimator == "k1" and not self.kl_in_reward:
             raise ValueError(

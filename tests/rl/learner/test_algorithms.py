@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from rl.config import TrainConfig
 from rl.gin.loader import ConfigError, dump, load
+from rl.learner.advantages import response_advantages
 from rl.learner.algorithms import ALGORITHMS, Algorithm, AlgorithmConfig, CriticConfig
 
 PAPERS = {
@@ -80,6 +82,13 @@ def test_the_default_is_grpo_as_it_always_was():
             {"kl_in_reward": True, "kl_coefficient": 0.1, "kl_estimator": "k2"},
             "kl_in_reward = True subtracts k1, got kl_estimator = 'k2'",
         ),
+        *(
+            (
+                {"name": name, "kl_in_reward": True, "kl_coefficient": 0.1},
+                "kl_coefficient drops out",
+            )
+            for name in ("grpo", "dapo", "gspo")
+        ),
         ({"overlong_buffer_tokens": -1}, "overlong_buffer_tokens must be 0 or more"),
         ({"advantage_normalisation": "batch"}, "of grpo must be std or none, got 'batch'"),
         ({"name": "ppo", "advantage_normalisation": "std"}, "of ppo must be batch or none"),
@@ -93,6 +102,23 @@ def test_the_default_is_grpo_as_it_always_was():
 def test_what_contradicts_the_name_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         AlgorithmConfig(**settings)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "rloo"])
+def test_the_size_of_a_kl_in_the_reward_is_the_coefficients(name):
+    """Of rewards that are equal; with the group's std the coefficient would drop out."""
+    other = "none" if ALGORITHMS[name].advantage_normalisation == "std" else None
+    config = AlgorithmConfig(
+        name, kl_in_reward=True, kl_coefficient=0.1, advantage_normalisation=other
+    )
+    kl, algorithm = np.array([1.2, -0.4, 0.3, 2.1]), config.resolved
+    large, small = (
+        response_advantages(
+            list(1 - beta * kl), [0] * 4, algorithm.advantages, algorithm.advantage_normalisation
+        )
+        for beta in (config.kl_coefficient, config.kl_coefficient / 100)
+    )
+    assert np.any(large) and large == pytest.approx(100 * small, rel=1e-3)
 
 
 @pytest.mark.parametrize(
