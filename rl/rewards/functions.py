@@ -24,6 +24,7 @@ from rl.rewards.config import BUILT_IN, did_you_mean, split_user_function
 
 Columns = Mapping[str, Any]  # of the example, with its answer
 _MODULE = "reprise_reward_"  # prefix of the users' modules
+_MAX_SHOWN = 30  # names in a message
 
 
 class BuiltIn:
@@ -52,11 +53,17 @@ class BuiltIn:
 class UserFunction:
     """A function of a user's file, whose lists have an entry for each response of a job."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        self._function, self._name = function, name
         parameters = inspect.signature(function).parameters.values()
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         self._names = None if takes_all else {parameter.name for parameter in parameters}
+        variable = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
+        self._required = {
+            parameter.name
+            for parameter in parameters
+            if parameter.default is parameter.empty and parameter.kind not in variable
+        }
 
     def prepare(self, spec: str) -> None:
         """Do nothing."""
@@ -77,9 +84,20 @@ class UserFunction:
             "completions": [_as_message(text) for text in completions] if messages else completions,
             "completion_ids": completion_ids,
         }
+        if missing := self._required - arguments.keys():
+            raise ValueError(_missing_arguments(self._name, sorted(missing), list(arguments)))
         names = arguments if self._names is None else self._names
         result = self._function(**{key: arguments[key] for key in arguments if key in names})
         return _event_loop().run_until_complete(result) if inspect.isawaitable(result) else result
+
+
+def _missing_arguments(function: str, missing: list[str], names: list[str]) -> str:
+    hints = [did_you_mean(name, names) for name in missing]
+    return (
+        f"{function} has the parameter {', '.join(map(repr, missing))}, which is no column of the "
+        f"data: expected {', '.join(sorted(names)[:_MAX_SHOWN])}{''.join(hints)}; the signature is "
+        f"{function}(prompts, completions, completion_ids, **columns), each a list, as TRL's"
+    )
 
 
 def _as_message(text: str) -> list[dict[str, str]]:
@@ -100,9 +118,15 @@ def load(function: str, extract: str) -> BuiltIn | UserFunction:
         return BuiltIn(function, extract)
     path, name = split_user_function(function)
     module = _user_module(path)
-    if not callable(result := getattr(module, name, None)):
-        raise ValueError(f"{path} defines no function {name!r}{did_you_mean(name, vars(module))}")
-    return UserFunction(result)
+    if callable(result := getattr(module, name, None)):
+        return UserFunction(result, name)
+    if name in vars(module):
+        raise ValueError(f"{path}: expected {name} as a function, got {type(result).__name__}")
+    functions = [one for one, value in vars(module).items() if callable(value) and one[0] != "_"]
+    there = ", ".join(functions[:_MAX_SHOWN]) or "none"
+    raise ValueError(
+        f"{path} defines no function {name!r}{did_you_mean(name, functions)}; it has {there}"
+    )
 
 
 def exact_match(completion: str, answer: str | None, extract: str) -> float | None:

@@ -29,10 +29,13 @@ import socket
 import sys
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 # value, kind of failure, message: None without a kind is "not applicable"
 ScoreOutcome = tuple[float | None, str | None, str | None]
+_OUR_FOLDER = str(Path(__file__).resolve().parents[1]) + os.sep
+_MAX_SENTENCE = 1000
 LARGEST_REWARD = 1e12  # float32 holds the sum of the squares of gradients of about this size
 
 
@@ -51,7 +54,7 @@ def main() -> int:
         for function, spec in itertools.product(functions, setup["tasks"]):
             function.prepare(spec)
     except BaseException as error:  # also SystemExit of a user's file
-        traceback.print_exc()
+        _print_users_frames(error)
         writer.send(ticket, fatal=_describe(error) + _memory_hint(error, setup))
         return 1
     writer.send(ticket, ready=True)
@@ -84,7 +87,6 @@ def _serve(functions: list, ticket: str, job: Mapping[str, Any], writer: Writer)
         for function in functions:
             function.prepare(job["spec"])
     except Exception as error:
-        traceback.print_exc()
         writer.send(ticket, fatal=_describe(error))
         return
     columns = []
@@ -145,10 +147,31 @@ def _shown(value: Any) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    """Return the type, message and innermost line of an error, on one line."""
-    frames = traceback.extract_tb(error.__traceback__)
+    """Return the type, message and innermost line of an error, on one line; no line is ours."""
+    frames = _users_frames(error)
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__}: {error.msg} (at {error.filename}:{error.lineno})"[:500]
+    if not frames and isinstance(error, ValueError):
+        return str(error)[:_MAX_SENTENCE]  # a sentence of ours
     where = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}"[:500] + where
+
+
+def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return an error's frames outside of our packages and of Python's own import."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [
+        frame
+        for frame in frames
+        if not frame.filename.startswith((_OUR_FOLDER, "<frozen importlib"))
+    ]
+
+
+def _print_users_frames(error: BaseException) -> None:
+    """Print the way from a user's file to an error in another one."""
+    frames = _users_frames(error)
+    if len({frame.filename for frame in frames}) > 1:
+        print(*traceback.format_list(frames), sep="", end="", file=sys.stderr, flush=True)
 
 
 def _memory_hint(error: BaseException, setup: Mapping[str, Any]) -> str:

@@ -22,9 +22,8 @@ def test_the_kl_penalty_is_the_sum_over_a_response(monkeypatch):
     some = [trajectory(0, [1], [2, 3], reward=1.0), trajectory(1, [1], [2], reward=None)]
     kl = [np.array([0.5, -0.25], np.float32), np.array([1.0], np.float32)]
     monkeypatch.setattr(trainer, "token_kl", lambda *args: kl)
-    penalised, metrics = run_step._subtract_kl(
-        system(name="rloo", kl_coefficient=0.5, kl_in_reward=True), some
-    )
+    rloo = system(name="rloo", kl_coefficient=0.5, kl_in_reward=True)
+    penalised, metrics = run_step._subtract_kl(rloo, some)
     assert [t.reward for t in penalised] == [1.0 - 0.5 * 0.25, None]
     assert metrics["kl"] == pytest.approx(1.25 / 3)
 

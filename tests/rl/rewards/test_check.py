@@ -68,7 +68,18 @@ def checked(inputs):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("def score(response): return [1.0]", "score/raised: TypeError.*missing 1 required"),
+        (
+            "def score(response): return [1.0]",
+            r"score/raised: score has the parameter 'response', which is no column of the data: "
+            r"expected answer, completion_ids, completions, prompts, task; the signature is "
+            r"score\(prompts, completions, completion_ids, \*\*columns\), each a list, as TRL's$",
+        ),
+        (
+            "def score(completion, answer): return [1.0]",
+            "the parameter 'completion', .*; did you mean 'completions'",
+        ),
+        ("def score(completions, key=1, *rest, only): return [1.0]", "the parameter 'only',"),
+        ("score = 3", "mine.py: expected score as a function, got int"),
         ("def score(completions, **columns): return 'good'", "score/not_a_list: expected a list"),
         ("def score(completions, **columns): return ['good']", "score/not_a_number"),
         ("def score(completions, **columns):\n    while True: pass", "score/deadline: no result"),
@@ -297,4 +308,4 @@ def test_a_failing_reward_is_one_line_and_exit_2(tmp_path, capsys, monkeypatch):
     code = train.main(["--dry_run", f"--gin.Reward.functions=('{tmp_path}/mine.py:score',)"])
     error = capsys.readouterr().err.strip().splitlines()
     assert code == 2 and error[-1].startswith("error: Reward.functions: called on the first")
-    assert "TypeError" in error[-1]
+    assert "which is no column of the data" in error[-1]

@@ -284,6 +284,36 @@ def test_an_import_error_in_the_users_file_is_told_at_the_start():
             pass
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def f(:\n", r"cannot work: SyntaxError: .* \(at .*mine.py:1\)$"),
+        (
+            "\nimport absent",
+            r"cannot work: ModuleNotFoundError: .*absent' \(at .*mine.py:2\)$",
+        ),
+        ("def g(**c): pass", "mine.py defines no function 'f'.*; it has g$"),
+        ("f = 3", "mine.py: expected f as a function, got int$"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_is_told_in_one_sentence(tmp_path, capfd, text, message):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(RewardWorkerError, match=message):
+        with RewardPool(config(f"{tmp_path / 'mine.py'}:f")):
+            pass
+    assert capfd.readouterr().err == ""
+
+
+def test_the_way_to_an_error_in_another_file_is_shown_without_lines_of_ours(tmp_path, capfd):
+    (tmp_path / "mine.py").write_text("import deeper_one\ndef f(**c): return [1.0]\n")
+    (tmp_path / "deeper_one.py").write_text("def make():\n    return [][1]\nmake()\n")
+    with pytest.raises(RewardWorkerError, match=r"IndexError: .* \(at .*deeper_one.py:2\)$"):
+        with RewardPool(config(f"{tmp_path / 'mine.py'}:f")):
+            pass
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("  File")]
+    assert [Path(line.split('"')[1]).name for line in lines] == ["mine.py"] + ["deeper_one.py"] * 2
+
+
 def test_a_file_that_breaks_later_stops_the_run_instead_of_respawning_for_ever(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("import os\ndef f(**columns):\n    os._exit(1)\n")
