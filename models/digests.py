@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from models import hf_files, tokenizer_files
 
@@ -84,9 +84,15 @@ def _tensors(file: BinaryIO, size_bytes: int) -> list[tuple[int, int]]:
     try:
         header = json.loads(file.read(header_bytes))
         header.pop("__metadata__", None)
-        places = sorted(tuple(map(int, entry["data_offsets"])) for entry in header.values())
+        places = sorted((begin, end) for begin, end in map(_offsets, header.values()))
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return []
-    spans = [(first + begin, end - begin) for begin, end in places if end > begin]
-    fits = all(first <= start and start + n <= size_bytes for start, n in spans)
-    return spans if fits else []
+    ends = [0, *(end for _, end in places)]
+    follows = all(end <= begin for end, (begin, _) in zip(ends, places, strict=False))
+    fits = all(begin <= end for begin, end in places) and first + ends[-1] <= size_bytes
+    return [(first + begin, end - begin) for begin, end in places] if follows and fits else []
+
+
+def _offsets(entry: dict[str, Any]) -> tuple[int, int]:
+    begin, end = entry["data_offsets"]
+    return int(begin), int(end)
