@@ -19,28 +19,31 @@ from models import hf_files, tokenizer_files
 WHOLE_BYTES = 64 * 2**20  # of a file that is read as a whole
 PIECE_BYTES = 2**16
 _PIECES = 4  # of a tensor
-_PIECES_OF_FILE = 1024  # of one whose tensors are not known, as GGUF's
+_FILE_PIECES = 1024  # of one whose tensors are not known, as GGUF's
 _NAMES = (hf_files.CONFIG, hf_files.GENERATION, hf_files.INDEX, *tokenizer_files.NAMES)
 
 
-def of_policy(path: Path) -> dict[str, str]:
-    """Return the digest of each file that a policy is read from, by name: a folder's, or one file.
+def digest_policy(path: Path) -> dict[str, str]:
+    """Return the digest of each file that a policy is read from, by name.
 
-    Raises OSError.
+    A GGUF file may have its tokenizer next to it. Raises OSError.
     """
+    folder = path.parent if path.is_file() else path
+    names = {name for name in _NAMES if (folder / name).is_file()}
     if path.is_file():
-        return {path.name: of_file(path)}
-    names = {name for name in _NAMES if (path / name).is_file()}
-    names |= {file.name for file in path.glob("*.safetensors") if file.is_file()}
-    return {name: of_file(path / name) for name in sorted(names)}
+        tokenizer = names.intersection(tokenizer_files.NAMES)
+        names = {path.name, *(tokenizer if path.suffix.lower() == ".gguf" else ())}
+    else:
+        names |= {file.name for file in path.glob("*.safetensors") if file.is_file()}
+    return {name: digest_file(folder / name) for name in sorted(names)}
 
 
-def of_all(digests: Mapping[str, str]) -> str:
+def combine(digests: Mapping[str, str]) -> str:
     """Return one digest of files with their names."""
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def of_file(path: Path) -> str:
+def digest_file(path: Path) -> str:
     """Return the digest of a file, 32 digits. Raises OSError."""
     size_bytes = path.stat().st_size
     result = hashlib.sha256(f"{size_bytes}\0".encode())
@@ -58,7 +61,7 @@ def _read_parts(file: BinaryIO, size_bytes: int) -> Iterator[tuple[int, int]]:
         return
     tensors = _tensors(file, size_bytes)
     if not tensors:
-        yield from _pieces(0, size_bytes, _PIECES_OF_FILE)
+        yield from _pieces(0, size_bytes, _FILE_PIECES)
         return
     yield 0, tensors[0][0]  # the header
     for start, num_bytes in tensors:

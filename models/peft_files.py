@@ -161,8 +161,8 @@ def _modules(config: ModelConfig) -> Iterator[str]:
 def _low_ranks(adapter: Params) -> list[LowRank]:
     import jax
 
-    found: list[LowRank] = jax.tree.leaves(adapter, is_leaf=lambda x: isinstance(x, LowRank))
-    return found
+    result: list[LowRank] = jax.tree.leaves(adapter, is_leaf=lambda x: isinstance(x, LowRank))
+    return result
 
 
 def _lowest_rank(lora: LoraShape, adapter: Params) -> LoraShape:
@@ -203,7 +203,7 @@ def _read_scale(directory: Path, content: Mapping[str, Any], lora: LoraShape) ->
     file = directory / CONFIG
     for name in dict.fromkeys(("peft_type", *content)):
         values = _VALUES.get(name, _OFF)
-        if name in (*_READ, *_NO_PRODUCT) or _is_one_of(content.get(name), values):
+        if name in (*_READ, *_NO_PRODUCT) or _is_among(content.get(name), values):
             continue
         expected = " or ".join(map(json.dumps, values[:2] if values is _OFF else values))
         raise ValueError(
@@ -226,7 +226,7 @@ def _read_scale(directory: Path, content: Mapping[str, Any], lora: LoraShape) ->
     return rank, alpha / (math.sqrt(rank) if is_rslora else rank)
 
 
-def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+def _is_among(value: Any, allowed: tuple[Any, ...]) -> bool:
     """Return whether a JSON value is one of these; 0 and 1 are no booleans."""
     return any(type(value) is type(x) and value == x for x in allowed)
 
@@ -248,13 +248,13 @@ def _check_modules(directory: Path, wanted: Any, config: ModelConfig) -> None:
     if wanted == "all-linear":
         got = {module for module in candidates if module.startswith("model.layers.")}
     elif isinstance(wanted, list) and len(wanted) <= len(candidates):
-        found = [
+        matches = [
             {m for m in candidates if m == name or m.endswith(f".{name}")}
             for name in wanted
             if isinstance(name, str)
         ]
-        if len(found) == len(wanted) and all(found):
-            got = set[str]().union(*found)
+        if len(matches) == len(wanted) and all(matches):
+            got = set[str]().union(*matches)
     if got != set(own):
         modules = sorted({module.rpartition(".")[2] for module in own})
         raise ValueError(

@@ -124,14 +124,14 @@ class Policy:
 
         Plain LoRA and rsLoRA, up to the policy's rank: B is multiplied so that scale · B · A is
         peft's. An adapter that `export_adapter` wrote for other weights is refused, unless
-        `any_base`; a base of another name is told on stderr.
+        `any_base`; another name of the base is a line on stderr.
         Raises FileNotFoundError, or ValueError for another kind or shape.
         """
         inputs, adapter = self._rollouts.inputs, Path(folder)
         with on_mesh(self._mesh):
             twin = self._with(peft_files.read(adapter, self.model, self._mesh))
-        given = adapter, inputs.policy, inputs.contents
-        if remark := identity.check_base(*given, any_base=any_base):
+        remark = identity.check_base(adapter, inputs.policy, inputs.contents, any_base=any_base)
+        if remark:
             say(remark, sys.stderr)
         return twin
 
@@ -303,7 +303,7 @@ class Policy:
     def export_adapter(self, folder: str | Path) -> None:
         """Write the adapter for `peft`, and for `with_adapter`."""
         inputs, adapter = self._rollouts.inputs, jax.device_get(self._state.params)
-        name, digest = identity.base_of(inputs.policy, inputs.contents)
+        name, digest = identity.describe_base(inputs.policy, inputs.contents)
         peft_files.write(Path(folder), self.model, adapter, name, digest)
 
     def export(self, folder: str | Path) -> None:

@@ -106,9 +106,9 @@ def refuse_another_experiment(found: Sequence[Change], *, allow: bool) -> None:
         )
 
 
-def refuse_other_contents(found: Sequence[Change], step: int, *, allow: bool) -> None:
-    """Raise ConfigError if a resumed run would go on with other files than up to `step`."""
-    other = [change.field for change in found if change.of_experiment]
+def refuse_other_contents(changed: Sequence[Change], step: int, *, allow: bool) -> None:
+    """Raise ConfigError if a resumed run would continue with other files than up to `step`."""
+    other = [change.field for change in changed if change.of_experiment]
     if other and not allow:
         more = f" and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
         raise ConfigError(

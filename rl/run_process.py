@@ -244,7 +244,7 @@ class _RunProcess:
         try:
             inputs, text = self.inputs, f"the policy is in {folder / POLICY}"
             if inputs.model.lora is not None:
-                base, digest = identity.base_of(inputs.policy, inputs.contents)
+                base, digest = identity.describe_base(inputs.policy, inputs.contents)
                 peft_files.write(folder / ADAPTER, inputs.model, params, base, digest)
                 steps, then = config.run.steps, inputs.contents
                 identity.check_policy(steps, then, inputs.policy, is_base=True)

@@ -147,7 +147,7 @@ def program_identity(files: Mapping[str, str]) -> dict[str, str]:
         f"version of {p}": importlib.metadata.version(p) for p in ("jax", "jaxlib", "numpy")
     }
     there = {name: Path(file) for name, file in files.items() if Path(file).exists()}
-    contents = {name: digests.of_all(digests.of_policy(path)) for name, path in there.items()}
+    contents = {name: digests.combine(digests.digest_policy(path)) for name, path in there.items()}
     return {
         "code of Reprise": _code_digest(HERE),
         **versions,

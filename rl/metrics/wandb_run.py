@@ -1,7 +1,7 @@
 """The Weights & Biases run of a run folder: it shows the rows of metrics.jsonl.
 
 The service drops rows of steps that it has. So a run that goes back to a checkpoint has the
-service cut its W&B run there (`resume_from`); where it refuses, and offline, a new W&B run gets
+service cut its W&B run there (`resume_from`); if it refuses, and offline, a new W&B run gets
 all rows that metrics.jsonl holds, and the one before keeps the undone rows.
 """
 
@@ -60,7 +60,9 @@ class WandbRun:
         self._run = self._open(id=self._id, resume="allow")
         for row in rows:
             self.log(row)
-        self._folder.replace(WANDB_ID_FILE, self._id)  # killed before: it begins once more
+        self._folder.replace(
+            WANDB_ID_FILE, self._id
+        )  # killed before this line: the next leg opens another
 
     def _open(self, **how: str) -> Any:
         name, place = self._folder.path.name, str(self._folder.path)

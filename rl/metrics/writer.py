@@ -91,7 +91,7 @@ class MetricsWriter:
         self._wandb: WandbRun | None = None
         if config.wandb_project:
             self._wandb = WandbRun(self._folder, config.wandb_project, self._rows())
-        else:  # one that misses these rows is not gone on with
+        else:  # a W&B run without these rows is not resumed
             self._folder.remove(WANDB_ID_FILE, missing_ok=True)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> Row:

@@ -26,13 +26,13 @@ def test_each_tensor_of_a_large_file_counts(tmp_path, small_pieces):
     for name in (None, *SHAPES):
         changed = tensors() | ({} if name is None else {name: tensors(1)[name]})
         save_file(changed, path)
-        found.add(digests.of_file(path))
+        found.add(digests.digest_file(path))
     changed = tensors()
     changed["embed"][-1, -1] += 1  # a row that was added for a token, at the end
     save_file(changed, path)
-    assert len(found | {digests.of_file(path)}) == 2 + len(SHAPES)
+    assert len(found | {digests.digest_file(path)}) == 2 + len(SHAPES)
     save_file(tensors(), path)
-    assert digests.of_file(path) in found
+    assert digests.digest_file(path) in found
 
 
 def test_a_large_file_is_read_in_part(tmp_path, small_pieces):
@@ -60,20 +60,22 @@ def test_a_large_file_is_read_in_part(tmp_path, small_pieces):
 def test_a_header_that_makes_no_sense_is_bytes(tmp_path, small_pieces, header):
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(6000))
-    before = digests.of_file(path)
+    before = digests.digest_file(path)
     path.write_bytes(path.read_bytes()[:-1] + b"1")
-    assert digests.of_file(path) != before
+    assert digests.digest_file(path) != before
     path.write_bytes((2**63).to_bytes(8, "little") + bytes(6000))
-    assert digests.of_file(path)
+    assert digests.digest_file(path)
 
 
 def test_the_files_of_a_policy(tmp_path):
     for name in ("config.json", "model-1.safetensors", "tokenizer.json", "README.md", "run.log"):
         (tmp_path / name).write_text(name)
     (tmp_path / "of.safetensors").mkdir()
-    found = digests.of_policy(tmp_path)
+    found = digests.digest_policy(tmp_path)
     assert list(found) == ["config.json", "model-1.safetensors", "tokenizer.json"]
     file = tmp_path / "tokenizer.json"
-    assert digests.of_policy(file) == {"tokenizer.json": digests.of_file(file)}
-    assert digests.of_all(found) != digests.of_all(found | {"config.json": "0"})
-    assert digests.of_policy(tmp_path / "nothing") == {}
+    assert digests.digest_policy(file) == {"tokenizer.json": digests.digest_file(file)}
+    (tmp_path / "x.gguf").write_text("x")
+    assert list(digests.digest_policy(tmp_path / "x.gguf")) == ["tokenizer.json", "x.gguf"]
+    assert digests.combine(found) != digests.combine(found | {"config.json": "0"})
+    assert digests.digest_policy(tmp_path / "nothing") == {}

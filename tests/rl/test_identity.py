@@ -38,7 +38,11 @@ def test_each_file_has_a_digest(tiny, tmp_path, policy):
     (rewards / "own.py").write_text("import beside, os\nfrom deep import part\ndef f(): pass\n")
     (rewards / "beside.py").write_text("def g():\n    import later\n")
     (rewards / "later.py").write_text("import own\nsyntax error")
-    (rewards / "deep" / "part.py").write_text("")
+    (rewards / "deep" / "part.py").write_text("from .more import x\nfrom ... import outside\n")
+    (rewards / "deep" / "more.py").write_text(
+        "from .. import later\nfrom " + 99 * "." + " import x\n"
+    )
+    (tmp_path / "outside.py").write_text("")
     (rewards / "unused.py").write_text("")
     draft = shutil.copytree(policy, tmp_path / "draft")
     config = load(
@@ -52,7 +56,8 @@ def test_each_file_has_a_digest(tiny, tmp_path, policy):
     )
     before = identity.contents(config, policy)
     assert {name for name in before if name.startswith("Reward.")} == {
-        f"Reward.functions/{x}" for x in ("own.py", "beside.py", "later.py", "deep/part.py")
+        f"Reward.functions/{x}"
+        for x in ("own.py", "beside.py", "later.py", "deep/part.py", "deep/more.py")
     }
     assert {"Policy.directory/config.json", "DraftModel.directory/0/config.json"} <= before.keys()
     new_weights(draft)
@@ -68,7 +73,7 @@ def test_each_file_has_a_digest(tiny, tmp_path, policy):
 def test_settings_that_a_checkpoint_does_not_know_are_not_compared():
     assert identity.changes({}, {"Policy.directory/config.json": "1"}) == []
     then, now = {"Policy.directory/a": "1"}, {"Policy.directory/a": "1", "Reward.functions/b": "2"}
-    assert identity.changes(then, now) == []
+    assert identity.changes(then, now) == identity.changes(now, then) == []
 
 
 def test_a_checkpoint_s_policy(policy):
@@ -101,7 +106,7 @@ def test_the_base_of_an_adapter(tiny, tmp_path, policy):
     _, model, _ = open_policy(str(policy), None, config.policy.lora)
     adapter, folder = lora.init(model, jax.random.key(0)), tmp_path / "adapter"
     own = identity.policy_contents(policy)
-    name, digest = identity.base_of(policy, own)
+    name, digest = identity.describe_base(policy, own)
     assert name == "policy"  # no path of this machine
     peft_files.write(folder, model, adapter, name, digest)
     assert identity.check_base(folder, policy, own, any_base=False) == ""

@@ -155,7 +155,7 @@ def test_an_end_of_a_run_names_no_folder_of_this_machine_and_checks_its_base(tin
     assert {"adapter_config.json", "README.md", "config.json"} <= {file.name for file in files}
     for file in files:
         assert str(tmp_path).encode() not in file.read_bytes(), file
-    _, digest = identity.base_of(copied, inputs.contents)
+    _, digest = identity.describe_base(copied, inputs.contents)
     assert peft_files.read_base(folder / "adapter") == peft_files.Base("policy", digest)
     weights = load_file(copied / "model.safetensors")
     save_file(
