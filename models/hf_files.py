@@ -189,6 +189,12 @@ def headers_of(path: Path) -> dict[str, Stored]:
     return stored
 
 
+def metadata_of(path: Path) -> dict[str, str]:
+    """Return the text in a file's header, {} without any; FileNotFoundError, ValueError."""
+    with _open(path) as file:
+        return dict(file.metadata() or {})
+
+
 def refuse_mismatch(
     folder: Path, entries: Sequence[Entry], stored: Mapping[str, Stored], hint: str
 ) -> None:
@@ -314,11 +320,12 @@ def write_tensors(
     max_shard_bytes: int,
     dtype: Any = None,
     whole: str = WEIGHTS,
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write files of at most `max_shard_bytes` (or of one tensor), with an index if several.
 
     Tensors are rounded to `dtype`; None keeps each one's own. Host memory holds one file at a time.
-    `whole` names a file that has all of them.
+    `whole` names a file that has all of them; `metadata` is text in the headers.
     """
     import jax
     import jax.numpy as jnp
@@ -340,7 +347,7 @@ def write_tensors(
             host = np.ascontiguousarray(jax.device_get(leaves[i]), dtypes[i])
             tensors[entries[i].name] = finite(host, entries[i].name)
             weight_map[entries[i].name] = file
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        save_file(tensors, folder / file, metadata={"format": "pt", **(metadata or {})})
         # safetensors makes files readable by their owner only; use the folder's permissions
         (folder / file).chmod(folder.stat().st_mode & 0o666)
     if len(shards) > 1:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -33,7 +34,7 @@ from models import peft_files
 from models.lora import cut_to, merge
 from models.lora import init as new_adapter
 from models.transformer import Params
-from rl import run_export, setup
+from rl import identity, run_export, setup
 from rl.checkpoint import reader
 from rl.checkpoint.checkpointer import Checkpointer
 from rl.checkpoint.config import CheckpointConfig
@@ -55,6 +56,7 @@ from rl.learner.objectives import (
 from rl.learner.optimizer import TrainState, init_state, make_optimizer
 from rl.responses import WHOLE
 from rl.runtime.devices import in_turn
+from rl.runtime.progress import say
 from rl.sampler import Rollouts, Sample, Sampler, on_mesh
 from rl.stream import Stream
 from rl.system import rollout_weights
@@ -90,7 +92,9 @@ class Policy:
         named = f"Policy.directory={directory!r}"
         overrides = [named, *settings] if files else [PLAIN, named, *settings]
         config = load(TrainConfig, files, overrides)
-        inputs = Inputs(*open_policy(directory, config.task, config.policy.lora), (), 0)
+        policy, model, tokenizer = open_policy(directory, config.task, config.policy.lora)
+        contents = identity.policy_contents(policy)
+        inputs = Inputs(policy, model, tokenizer, (), 0, contents=contents)
         self.config, self.tokenizer, self.model = config, inputs.tokenizer, inputs.model
         self._mesh = setup.run_mesh(config)
         self._total: Accumulator | None = None
@@ -115,13 +119,21 @@ class Policy:
                 adapter = cut_to(adapter, rank, targets)
             return self._with(adapter)
 
-    def with_adapter(self, folder: str | Path) -> Self:
+    def with_adapter(self, folder: str | Path, *, any_base: bool = False) -> Self:
         """Return another policy, with the adapter of a folder for `peft` and a fresh optimizer.
 
-        Raises FileNotFoundError, or ValueError for an adapter of another shape.
+        Plain LoRA and rsLoRA, up to the policy's rank: B is multiplied so that scale · B · A is
+        peft's. An adapter that `export_adapter` wrote for other weights is refused, unless
+        `any_base`; another name of the base is a line on stderr.
+        Raises FileNotFoundError, or ValueError for another kind or shape.
         """
+        inputs, adapter = self._rollouts.inputs, Path(folder)
         with on_mesh(self._mesh):
-            return self._with(peft_files.read(Path(folder), self.model, self._mesh))
+            twin = self._with(peft_files.read(adapter, self.model, self._mesh))
+        remark = identity.check_base(adapter, inputs.policy, inputs.contents, any_base=any_base)
+        if remark:
+            say(remark, sys.stderr)
+        return twin
 
     def _with(self, adapter: Params) -> Self:
         """Return another policy, with this adapter."""
@@ -263,8 +275,9 @@ class Policy:
     def save_state(self, folder: str | Path) -> None:
         """Save weights and optimizer, by the number of optimizer steps. Raises OSError."""
         settings = CheckpointConfig(asynchronous=False)
+        host = {"contents": dict(self._rollouts.inputs.contents)}
         with Checkpointer(folder, settings) as checkpoints:
-            checkpoints.save(self.version, self._state)
+            checkpoints.save(self.version, self._state, host)
 
     def load_state(
         self, folder: str | Path, step: int | None = None, *, with_optimizer: bool = True
@@ -272,10 +285,16 @@ class Policy:
         """Continue from a saved state, the newest by default; gradients are dropped.
 
         Without its optimizer, Adam starts afresh. Raises NoWholeCheckpointError, or
-        StructureMismatchError for another policy or adapter.
+        StructureMismatchError for another policy or adapter, and ValueError for an adapter of
+        other weights.
         """
+        inputs = self._rollouts.inputs
         with on_mesh(self._mesh):
-            state = reader.restore(folder, self._state, step).arrays
+            restored = reader.restore(folder, self._state, step)
+            if self._learner.base is not None:
+                then = restored.host.get("contents", {})
+                identity.refuse_other_base(then, inputs.contents, str(folder), inputs.policy)
+            state = restored.arrays
             if not with_optimizer:
                 state = self._fresh(state.params)
             self._state = state
@@ -283,8 +302,9 @@ class Policy:
 
     def export_adapter(self, folder: str | Path) -> None:
         """Write the adapter for `peft`, and for `with_adapter`."""
-        base = str(self._rollouts.inputs.policy)
-        peft_files.write(Path(folder), self.model, jax.device_get(self._state.params), base)
+        inputs, adapter = self._rollouts.inputs, jax.device_get(self._state.params)
+        name, digest = identity.describe_base(inputs.policy, inputs.contents)
+        peft_files.write(Path(folder), self.model, adapter, name, digest)
 
     def export(self, folder: str | Path) -> None:
         """Write the policy for `transformers`, with an adapter merged into its weights."""

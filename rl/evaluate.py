@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from models.config import ModelConfig
-from rl import evaluation
+from rl import evaluation, identity
 from rl.checkpoint.best import chosen_step
 from rl.config import TrainConfig
 from rl.config_checks import check_correct_by, check_layout, check_lengths, check_stops
@@ -193,7 +193,8 @@ def _weights(
         params = hf.load_pretrained(job.inputs.policy, mesh, dtype=jnp.float32)[1]
         return job.inputs.model, params, {"policy": str(job.inputs.policy), "checkpoint_step": None}
     loaded = evaluation.load_checkpoint(job.run, job.inputs, mesh, job.step)
-    for warning in loaded.warnings:
+    now = identity.contents(job.config, job.inputs.policy)
+    for warning in (*loaded.warnings, *identity.check_rewards(loaded.contents, now)):
         show.message(f"warning: {warning}")
     return loaded.model, loaded.params, {"policy": str(job.run), "checkpoint_step": loaded.step}
 

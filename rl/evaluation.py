@@ -19,6 +19,7 @@ import jax
 from models.config import ModelConfig
 from models.hf_files import WeightsError
 from models.transformer import Params
+from rl import identity
 from rl.checkpoint.best import Best, BestRecord
 from rl.config import TrainConfig
 from rl.engine.engine import OnRound, RolloutEngine
@@ -257,6 +258,7 @@ class Loaded:
     params: Params
     step: int
     warnings: tuple[str, ...]
+    contents: Mapping[str, str]  # of the run's files, `rl.identity.contents`
 
 
 def load_checkpoint(run: Path, inputs: Inputs, mesh: Any = None, step: int | None = None) -> Loaded:
@@ -265,7 +267,7 @@ def load_checkpoint(run: Path, inputs: Inputs, mesh: Any = None, step: int | Non
     `inputs` are the policy that the run started from; if its shape has `lora`, it has the frozen
     weights.
     Raises NoWholeCheckpointError, or StructureMismatchError if the policy folder has another shape
-    than the run's.
+    than the run's, or ValueError if its files differ from the run's (`rl.identity.check_policy`).
     """
     import jax.numpy as jnp
 
@@ -294,10 +296,12 @@ def load_checkpoint(run: Path, inputs: Inputs, mesh: Any = None, step: int | Non
             f"the checkpoint of step {matches.step} in {run} has weights that are not finite: name "
             "an earlier one with --step"
         )
-    params = matches.arrays.params
-    if model.lora is not None:
+    params, then = matches.arrays.params, matches.host.get("contents", {})
+    is_base = model.lora is not None
+    others = identity.check_policy(matches.step, then, inputs.policy, is_base=is_base)
+    if is_base:
         model, params = load_merged(inputs.policy, model, params, mesh)
-    return Loaded(model, params, matches.step, matches.warnings)
+    return Loaded(model, params, matches.step, (*matches.warnings, *others), then)
 
 
 def result(config: TrainConfig, answers: Sequence[Answers], training_is_known: bool) -> Row:

@@ -10,6 +10,7 @@ import datetime
 import functools
 import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from models import tokenizer as tokenizers
 from models.config import LoraShape, ModelConfig
 from models.hf_files import shown
 from models.tokenizer import Tokenizer
-from rl import config_checks
+from rl import config_checks, identity
 from rl.config import TrainConfig
 from rl.data.prompts import MAX_PASSED_OVER, DataOrder, encode_prompt
 from rl.data.tasks import Example, Task, TaskConfig, data_digest, data_files, open_tasks
@@ -49,6 +50,7 @@ class Inputs:
     left_out: int | None
     data_digest: str = ""  # of the files that the task is read from
     prompts_digest: str = ""  # of the tokens of the first prompts
+    contents: Mapping[str, str] = dataclasses.field(default_factory=dict)  # rl.identity.contents
     evals: EvalSets = dataclasses.field(default_factory=EvalSets)
 
     @functools.cached_property
@@ -130,7 +132,8 @@ def open_inputs(config: TrainConfig) -> Inputs:
         lambda example: inputs.encode(example, config.task),
         lambda: inputs.task,
     )
-    return dataclasses.replace(inputs, evals=evals, prompts_digest=digest)
+    contents = identity.contents(config, policy)
+    return dataclasses.replace(inputs, evals=evals, prompts_digest=digest, contents=contents)
 
 
 def _open_whole(config: TrainConfig, inputs: Inputs) -> Inputs:

@@ -109,6 +109,7 @@ class RunCheckpointer:
             "cursor": position.cursor,
             "data": [len(system.inputs.task), system.inputs.data_digest],
             "prompts": system.inputs.prompts_digest,
+            "contents": dict(system.inputs.contents),
             "rollouts": system.cache.state(),
             **self._learned,
         }

@@ -18,7 +18,7 @@ from models.config import trained_specs, with_adapters
 from models.folder import held
 from models.tokenizer import copy_files
 from models.transformer import Params
-from rl import model_card
+from rl import identity, model_card
 from rl.checkpoint import reader
 from rl.checkpoint.reader import NoWholeCheckpointError
 from rl.config import TrainConfig
@@ -184,6 +184,8 @@ def write_drafter(
             states.append((both.arrays.drafter, run / CHECKPOINTS, both.warnings))
             policy = both.arrays.params
             if (lora := inputs.model.lora) is not None:
+                then = both.host.get("contents", {})
+                identity.check_policy(both.step, then, inputs.policy, is_base=True)
                 base = hf.load_pretrained(inputs.policy)[1]
                 policy = with_adapters(dataclasses.replace(base, layers=()), policy, lora)
         except NoWholeCheckpointError as error:

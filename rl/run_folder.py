@@ -106,6 +106,18 @@ def refuse_another_experiment(found: Sequence[Change], *, allow: bool) -> None:
         )
 
 
+def refuse_other_contents(changed: Sequence[Change], step: int, *, allow: bool) -> None:
+    """Raise ConfigError if a resumed run would continue with other files than up to `step`."""
+    other = [change.field for change in changed if change.of_experiment]
+    if other and not allow:
+        more = f" and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
+        raise ConfigError(
+            f"--resume: expected the files that the run had up to step {step}, got other contents "
+            f"of {', '.join(other[:_SHOWN])}{more}; fix: bring the files back, start a run of its "
+            "own in another --gin.Run.directory, or say --allow_changes"
+        )
+
+
 def check(config: TrainConfig, *, resume: bool) -> Path:
     """Return the run's folder if a run may start or resume there. Writes nothing.
 

@@ -17,7 +17,7 @@ from jax.errors import JaxRuntimeError
 
 from models import lora, peft_files
 from models.hf_files import WeightsError
-from rl import memory, run_export, run_folder
+from rl import identity, memory, run_export, run_folder
 from rl.checkpoint.checkpointer import SaveError
 from rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
 from rl.cluster import join
@@ -157,8 +157,7 @@ class _RunProcess:
             device = f"{result[0].device_kind} × {len(result)}"
             show.message(f"{verb} in {self.folder} on {device}{among}")
             if processes.is_first:
-                before = [] if self.before is None else run_folder.changes(self.before, config)
-                run_folder.note_launch(self.folder, last_saved()[0], before)
+                run_folder.note_launch(self.folder, last_saved()[0], self._changes())
             room = disk_plan(config, self.inputs, self.folder).warning
             for text in filter(None, (devices.warning(), not_cached, tight, room)):
                 show.message(f"warning: {text}")
@@ -167,6 +166,14 @@ class _RunProcess:
             # the run folder has the user's setting: a resumed run has another Ray
             cluster = dataclasses.replace(config.cluster, address=ray_address)
             return self._train(dataclasses.replace(config, cluster=cluster), show, watch)
+
+    def _changes(self) -> list[run_folder.Change]:
+        """Return the settings and the files that a resumed run changes."""
+        if self.before is None:
+            return []
+        _, then = identity.saved_contents(self.folder / CHECKPOINTS)
+        others = identity.changes(then, self.inputs.contents)
+        return run_folder.changes(self.before, self.config) + others
 
     def _take_folder(self) -> contextlib.AbstractContextManager[object]:
         """Lock the run folder in process 0, and check that all have the same one.
@@ -237,8 +244,10 @@ class _RunProcess:
         try:
             inputs, text = self.inputs, f"the policy is in {folder / POLICY}"
             if inputs.model.lora is not None:
-                base = config.policy.directory
-                peft_files.write(folder / ADAPTER, inputs.model, params, base)
+                base, digest = identity.describe_base(inputs.policy, inputs.contents)
+                peft_files.write(folder / ADAPTER, inputs.model, params, base, digest)
+                steps, then = config.run.steps, inputs.contents
+                identity.check_policy(steps, then, inputs.policy, is_base=True)
                 model, params = lora.load_merged(inputs.policy, inputs.model, params)
                 inputs = dataclasses.replace(inputs, model=model)
                 text += f", its adapter for peft in {folder / ADAPTER}"

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models import sum_in_order_on_accelerators
-from rl import run_folder
+from rl import identity, run_folder
 from rl.config import TrainConfig
 from rl.gin.command_line import config_parser, parse_command_line
 from rl.gin.loader import ConfigError, dump, load
@@ -26,7 +26,7 @@ from rl.rewards.check import MAX_ROWS, check_rewards
 from rl.runtime import devices, host_memory
 from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
-from rl.runtime.run_files import CONFIG_FILE
+from rl.runtime.run_files import CHECKPOINTS, CONFIG_FILE
 from rl.runtime.signals import leave
 from rl.unused_settings import unused_settings
 
@@ -102,6 +102,11 @@ def _checked(
     folder = run_folder.check(config, resume=args.resume)
     check_installed(config.metrics)
     inputs = open_inputs(config)
+    if args.resume:
+        step, then = identity.saved_contents(folder / CHECKPOINTS)
+        others = identity.changes(then, inputs.contents)
+        run_folder.refuse_other_contents(others, step, allow=args.allow_changes)
+        changes = [*changes, *others]
     warnings = [
         *unused_settings(config),
         *check_rewards(

@@ -147,6 +147,18 @@ def read_host(folder: Path) -> dict[str, Any]:
     return json.loads(text, object_hook=filled)
 
 
+def read_plain_host(folder: Path) -> dict[str, Any]:
+    """Read the plain data of a folder of `write_host`, with None for its arrays.
+
+    Raises FileNotFoundError or ValueError.
+    """
+    text = (folder / f"{_NAME}.json").read_text(encoding="utf-8")
+    host = json.loads(text, object_hook=lambda entry: None if _ARRAY in entry else entry)
+    if not isinstance(host, dict):
+        raise ValueError(f"{folder}: expected a JSON object, got {type(host).__name__}")
+    return host
+
+
 def _plain(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
     if type(value) is dict:
         for key in value:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from rl.checkpoint import manifest
-from rl.checkpoint.contents import read_arrays, read_host
+from rl.checkpoint.contents import read_arrays, read_host, read_plain_host
 from rl.checkpoint.folders import list_steps, step_folder
 from rl.checkpoint.manifest import Problem
 from rl.cluster.processes import ALONE, Processes
@@ -90,6 +90,14 @@ def restore(
     files = folder / FILES_FOLDER
     linked = files if files.is_dir() and not files.is_symlink() else None
     return Restored(chosen, tree, host, tuple(warnings), linked, frozenset(damaged), missing)
+
+
+def newest_host(directory: Path) -> tuple[int, dict[str, Any]]:
+    """Return step and plain host state of the newest checkpoint that can be read; 0 without one."""
+    for step in list_steps(directory):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            return step, read_plain_host(step_folder(directory, step) / "host")
+    return 0, {}
 
 
 def check_structure(directory: Path, template: PyTree, optional: Sequence[str] = ()) -> None:

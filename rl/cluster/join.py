@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from models import digests
 from rl.cluster.config import AUTO, ClusterConfig, check
 from rl.cluster.processes import ALONE, Processes, ProcessLost
 from rl.cluster.relay import Relay
@@ -30,7 +31,6 @@ NAME = "reprise"
 MAX_BYTES = 2**16  # of a message
 HELLO_S = 2.0  # for the message of a program that connects
 RETRY_S = 0.2
-SAMPLED_BYTES = 2**20  # of a large file: its first and last ones
 
 
 class JobStore:
@@ -146,7 +146,8 @@ def program_identity(files: Mapping[str, str]) -> dict[str, str]:
     versions = {
         f"version of {p}": importlib.metadata.version(p) for p in ("jax", "jaxlib", "numpy")
     }
-    contents = {k: _folder_digest(Path(x)) for k, x in files.items() if Path(x).exists()}
+    there = {name: Path(file) for name, file in files.items() if Path(file).exists()}
+    contents = {name: digests.combine(digests.digest_policy(path)) for name, path in there.items()}
     return {
         "code of Reprise": _code_digest(HERE),
         **versions,
@@ -161,21 +162,6 @@ def _code_digest(root: Path) -> str:
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
             result.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
-    return result.hexdigest()[:16]
-
-
-def _folder_digest(folder: Path) -> str:
-    """Return a digest of a folder's, or a file's, names and sizes, and of samples of its bytes."""
-    result = hashlib.sha256()
-    paths = [folder] if folder.is_file() else sorted(p for p in folder.iterdir() if p.is_file())
-    for path in paths:
-        size = path.stat().st_size
-        result.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
-            result.update(file.read(SAMPLED_BYTES))
-            if size > SAMPLED_BYTES:
-                file.seek(max(SAMPLED_BYTES, size - SAMPLED_BYTES))
-                result.update(file.read(SAMPLED_BYTES))
     return result.hexdigest()[:16]
 
 

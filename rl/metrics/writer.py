@@ -10,26 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import io
 import json
 import math
 import os
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from models.folder import Folder, read_plain
+from rl.metrics import wandb_run
 from rl.metrics.tensorboard import EventFile
+from rl.metrics.wandb_run import WandbRun
 from rl.runtime.run_files import (
     EVAL_SAMPLES_FILE,
     METRICS_FILE,
     ROW_FILES,
     SAMPLES_FILE,
     TENSORBOARD_FOLDER,
-    WANDB_FOLDER,
     WANDB_ID_FILE,
     WORKERS_FILE,
 )
@@ -89,8 +88,11 @@ class MetricsWriter:
         for name in ROW_FILES:
             _keep_rows(self._folder, name, lambda step: True)
         self._tensorboard = self._open_tensorboard(None) if config.tensorboard else None
-        project = config.wandb_project
-        self._wandb: Any = _open_wandb(self._folder, project) if project else None
+        self._wandb: WandbRun | None = None
+        if config.wandb_project:
+            self._wandb = WandbRun(self._folder, config.wandb_project, self._rows())
+        else:  # a W&B run without these rows is not resumed
+            self._folder.remove(WANDB_ID_FILE, missing_ok=True)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> Row:
         """Write one row and return it: {"step": step, name: number or None, ...}."""
@@ -118,7 +120,7 @@ class MetricsWriter:
         if self._tensorboard is not None:
             self._tensorboard.write(row["step"], finite)
         if self._wandb is not None:
-            self._wandb.log(finite, step=row["step"])
+            self._wandb.log(row)
 
     def write_samples(
         self, step: int, samples: Sequence[Mapping[str, Any]], name: str = SAMPLES_FILE
@@ -152,9 +154,12 @@ class MetricsWriter:
         An evaluation without its metrics will be repeated: its samples are removed.
         """
         self._close_files()
+        written = self._rows()
+        rows = [row for row in written if row["step"] <= step]
+        if self._wandb is not None and len(rows) < len(written):
+            self._wandb.go_back(rows)  # first: killed after it, it goes back once more
         for name in ROW_FILES:
             _keep_rows(self._folder, name, lambda row_step: row_step <= step)
-        rows = read_metrics(self._folder.path) if self._folder.exists(METRICS_FILE) else []
         evaluated = {row["step"] for row in rows if EVAL_SECONDS in row}
         _keep_rows(self._folder, EVAL_SAMPLES_FILE, evaluated.__contains__)
         if self._tensorboard is not None:
@@ -184,6 +189,9 @@ class MetricsWriter:
         except OSError as error:
             error.filename = str(self._folder.path / name)
             raise
+
+    def _rows(self) -> list[Row]:
+        return read_metrics(self._folder.path) if self._folder.exists(METRICS_FILE) else []
 
     def _close_files(self) -> None:
         self.sync()
@@ -216,7 +224,7 @@ class RowsOnly(MetricsWriter):
 def check_installed(config: MetricsConfig) -> None:
     """Raise ModuleNotFoundError for a package that is configured and missing."""
     if config.wandb_project:
-        _wandb()
+        wandb_run.package()
 
 
 def read_metrics(path: str | Path, on_torn: Callable[[str], None] = lambda text: None) -> list[Row]:
@@ -378,29 +386,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value
-
-
-def _wandb() -> Any:
-    """Return the module wandb. Raises ModuleNotFoundError, with the fix."""
-    try:
-        return importlib.import_module("wandb")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "Metrics.wandb_project needs wandb: install it (pip install wandb) or set "
-            "Metrics.wandb_project = None"
-        ) from error
-
-
-def _open_wandb(folder: Folder, project: str) -> Any:
-    """Open a Weights & Biases run; its id is kept in the folder, so that resuming continues it."""
-    wandb = _wandb()
-    if not folder.exists(WANDB_ID_FILE):
-        folder.replace(WANDB_ID_FILE, uuid.uuid4().hex[:16])
-    folder.folder(WANDB_FOLDER)  # wandb writes there by path: it must be no link
-    return wandb.init(
-        project=project,
-        name=folder.path.name,
-        dir=str(folder.path),
-        id=folder.read(WANDB_ID_FILE).decode().strip(),
-        resume="allow",
-    )

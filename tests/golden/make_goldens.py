@@ -5,15 +5,19 @@ of its own (made with torch 2.13.0 and transformers 5.23.0, on CPU):
 
     python tests/golden/make_goldens.py
 
+    python tests/golden/make_goldens.py adapters    the adapters alone, with peft 0.21.2
+
 Each case is a Hugging Face folder `<name>/` as `save_pretrained` writes it and
 `<name>.npz` with `tokens` int32 [2, 40] and `logits` float32 [2, 40, V]. Weights
 are random everywhere (norms and biases too), so that none of them can be left out.
+`adapters/<name>/` is an adapter of `qwen3_untied` as peft saves it, with its own `golden.npz`.
 """
 
 from __future__ import annotations
 
 import pathlib
 import shutil
+import sys
 
 import numpy as np
 
@@ -96,6 +100,14 @@ CASES: dict[str, tuple[str, dict, str, int | None]] = {
     ),
 }
 
+ADAPTED = "qwen3_untied"
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+ADAPTERS: dict[str, dict] = {  # settings of peft.LoraConfig
+    "plain": {"r": 4, "lora_alpha": 8, "target_modules": [*ATTENTION, *MLP], "lora_dropout": 0.05},
+    "rslora": {"r": 4, "lora_alpha": 6, "target_modules": ATTENTION, "use_rslora": True},
+}
+
 
 def build(name: str, seed: int):
     """The random model of a case, in float32 with weights that its stored type holds exactly."""
@@ -136,10 +148,42 @@ def tokens_of(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, COMMON["vocab_size"], TOKENS).astype(np.int32)
 
 
+def save_adapters() -> None:
+    """Save random adapters by peft, and the logits of the model with each."""
+    import peft
+    import torch
+    import transformers
+
+    shutil.rmtree(HERE / "adapters", ignore_errors=True)
+    for seed, (name, settings) in enumerate(ADAPTERS.items(), start=100):
+        base = transformers.AutoModelForCausalLM.from_pretrained(
+            HERE / ADAPTED, attn_implementation="eager"
+        )
+        config = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
+        model = peft.get_peft_model(base, config).eval()
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for key, weight in model.named_parameters():
+                if "lora_" in key:
+                    noise = torch.randn(weight.shape, generator=generator)
+                    weight.copy_(noise * weight.shape[1] ** -0.5)
+        model.peft_config["default"].base_model_name_or_path = ADAPTED
+        folder = HERE / "adapters" / name
+        model.save_pretrained(folder)
+        (folder / "README.md").unlink()
+        tokens = tokens_of(seed)
+        logits = logits_of(model, tokens)
+        np.savez(folder / "golden.npz", tokens=tokens, logits=logits)
+        print(f"adapters/{name}: logits up to {np.abs(logits).max():.2f}")
+
+
 def main() -> None:
     import torch
 
     torch.set_num_threads(1)
+    if sys.argv[1:] == ["adapters"]:
+        save_adapters()
+        return
     for seed, (name, (_, _, dtype, max_bytes)) in enumerate(CASES.items()):
         folder = HERE / name
         shutil.rmtree(folder, ignore_errors=True)
@@ -151,6 +195,7 @@ def main() -> None:
         np.savez(HERE / f"{name}.npz", tokens=tokens, logits=logits)
         size_bytes = sum(p.stat().st_size for p in folder.iterdir())
         print(f"{name}: {size_bytes} bytes, logits up to {np.abs(logits).max():.2f}")
+    save_adapters()
 
 
 if __name__ == "__main__":

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 
 import jax
 import numpy as np
 import pytest
 from loop_runs import counted_compilations
+from safetensors.numpy import load_file, save_file
 
 from models import hf, transformer
 from models.lora import trained_part
@@ -340,11 +343,34 @@ def test_an_adapters_folder_gives_the_adapter_back(tiny, tmp_path):
         np.testing.assert_array_equal(x, y)
     assert back.version == 0
     other = open_policy(tiny, ONE, "Policy.lora_rank=2", *LORA[1:])
-    with pytest.raises(ValueError, match=r"expected r=2 and lora_alpha=32.0, got 4 and 32.0"):
+    with pytest.raises(ValueError, match=r"expected r of 1 to 2, got 4; fix: open the policy"):
         other.with_adapter(tmp_path / "adapter")
     part = open_policy(tiny, ONE, LORA[0], "Policy.lora_targets=('mlp',)")
     with pytest.raises(ValueError, match="surplus"):
         part.with_adapter(tmp_path / "adapter")
+
+
+def test_an_adapter_of_other_weights_is_refused(tiny, tmp_path, capsys):
+    directory = load(TrainConfig, [tiny]).policy.directory
+    copied = shutil.copytree(directory, tmp_path / "copied")
+    weights = load_file(copied / "model.safetensors")
+    save_file(
+        {name: x * x.dtype.type(1.5) for name, x in weights.items()}, copied / "model.safetensors"
+    )
+    own, other = (api.Policy(str(x), *SIZES, ONE, *LORA) for x in (directory, copied))
+    own.export_adapter(tmp_path / "adapter")
+    content = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert content["base_model_name_or_path"] == "policy"  # no folder of this machine
+    own.save_state(tmp_path / "state")
+    with pytest.raises(ValueError, match=r"the adapter was trained on other weights \('policy'\)"):
+        other.with_adapter(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="state: the adapter was trained on other weights"):
+        other.load_state(tmp_path / "state")
+    assert capsys.readouterr().err == ""
+    other.with_adapter(tmp_path / "adapter", any_base=True)
+    assert "names the base 'policy', and the policy is copied" in capsys.readouterr().err
+    own.with_adapter(tmp_path / "adapter").load_state(tmp_path / "state")
+    assert capsys.readouterr().err == ""
 
 
 def test_a_lower_rank_and_fewer_parts_stay_as_they_are(tiny):

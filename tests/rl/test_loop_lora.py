@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
+
 import jax
 import numpy as np
 import pytest
 from loop_runs import assert_resumes_to_the_bit, assert_same_run, finish, stop_after, texts
 from run_settings import DRAFTS, LEARNED, PIPELINE, SETTINGS, WORKERS
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
-from models import hf, lora, transformer
+from models import hf, lora, peft_files, transformer
 from models.config import trained_specs
-from rl import memory, run_export
+from rl import identity, memory, run_export, run_process, setup
+from rl.cluster.processes import ALONE
 from rl.config import TrainConfig
 from rl.evaluation import load_checkpoint
 from rl.gin.loader import load
 from rl.inputs import open_inputs
+from tests.support import tiny_run
 
 LORA = ("Policy.lora_rank=4", "Policy.lora_alpha=8.0", "Optimizer.learning_rate=0.03")
 ALL = ("Policy.lora_targets=('attention', 'mlp', 'head')",)
@@ -121,3 +126,40 @@ def test_memory_of_the_state_is_counted(tiny):
     specs = jax.tree.leaves(trained_specs(models[1]))
     assert adapted["master weights"] == 4 * sum(int(np.prod(spec.shape)) for spec in specs)
     assert adapted["frozen weights"] == plain["master weights"]
+
+
+def test_a_checkpoint_is_not_merged_into_other_weights(tiny, some, tmp_path):
+    inputs = open_inputs(load(TrainConfig, [tiny], SOME))
+    copied = shutil.copytree(inputs.policy, tmp_path / "policy")
+    moved = dataclasses.replace(inputs, policy=copied)
+    assert load_checkpoint(some.folder, moved).warnings == ()
+    weights = load_file(copied / "model.safetensors")
+    save_file(
+        {key: x * x.dtype.type(1.5) for key, x in weights.items()}, copied / "model.safetensors"
+    )
+    with pytest.raises(ValueError, match="model.safetensors has other contents than up to step 5"):
+        load_checkpoint(some.folder, moved)
+
+
+def test_an_end_of_a_run_names_no_folder_of_this_machine_and_checks_its_base(tiny, tmp_path):
+    config = load(TrainConfig, [tiny], SOME)
+    copied = shutil.copytree(config.policy.directory, tmp_path / "policy")
+    policy = dataclasses.replace(config.policy, directory=str(copied))
+    config = dataclasses.replace(config, policy=policy)
+    inputs, folder, show = open_inputs(config), tmp_path / "run", tiny_run.Recorder()
+    folder.mkdir()
+    _, state = setup.make_learner(config, inputs, None)
+    process = run_process._RunProcess(config, inputs, folder, None, ALONE)
+    assert process._export(state, show) == 0
+    files = [file for part in ("policy", "adapter") for file in (folder / part).iterdir()]
+    assert {"adapter_config.json", "README.md", "config.json"} <= {file.name for file in files}
+    for file in files:
+        assert str(tmp_path).encode() not in file.read_bytes(), file
+    _, digest = identity.describe_base(copied, inputs.contents)
+    assert peft_files.read_base(folder / "adapter") == peft_files.Base("policy", digest)
+    weights = load_file(copied / "model.safetensors")
+    save_file(
+        {name: x * x.dtype.type(1.5) for name, x in weights.items()}, copied / "model.safetensors"
+    )
+    assert process._export(state, show) != 0  # written over while the run went on
+    assert "model.safetensors has other contents" in show.messages[-1]

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from command_runs import call_main
 from run_settings import TRAINED_AFTER
+from safetensors.numpy import load_file, save_file
 
 from models import hf, tokenizer, transformer
 from models.hf_files import WeightsError
@@ -47,6 +48,11 @@ SAMPLE = {
 }
 
 
+FIELDS = {
+    "policy/model.safetensors": "Policy.directory/model.safetensors",
+    "policy/tokenizer.json": "Policy.directory/tokenizer.json",
+    "reward.py": "Reward.functions/reward.py",
+}
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
@@ -212,6 +218,34 @@ def test_a_resume_that_is_refused_changes_nothing(run, tiny, tmp_path, capsys):
     after = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     assert after == before
     assert run_train("--resume", where, "--gin.Run.steps=4") == 0
+
+
+@pytest.mark.parametrize("name", ["policy/model.safetensors", "policy/tokenizer.json", "reward.py"])
+def test_a_resume_with_other_files_is_refused(run, tiny, tmp_path, capsys, name):
+    """Settings name them, and are the same: only their contents are others."""
+    shutil.copytree(run, tmp_path / "run")
+    where = f"--gin.Run.directory='{tmp_path / 'run'}'", "--gin.Run.steps=4"
+    file = tiny.parent / name
+    before = file.read_bytes()
+    try:
+        if file.suffix == ".safetensors":
+            weights = load_file(file)
+            save_file({key: x * x.dtype.type(1.5) for key, x in weights.items()}, file)
+        else:
+            file.write_bytes(before + b"\n")
+        assert run_train("--resume", *where) == 2
+        found = capsys.readouterr().err
+        assert f"files that the run had up to step 3, got other contents of {FIELDS[name]}" in found
+        assert (
+            "fix: bring the files back" in found
+            and not (tmp_path / "run" / "config.1.gin").exists()
+        )
+        assert run_train("--resume", *where, "--allow_changes") == 0
+    finally:
+        file.write_bytes(before)
+    assert f"changed       {FIELDS[name]}: contents" in capsys.readouterr().err
+    changed = run_folder.read_launches(tmp_path / "run")[-1].changes
+    assert any(line.startswith(f"{FIELDS[name]}: contents") for line in changed)
 
 
 def test_resume_without_a_run(tmp_path, capsys):

@@ -1,0 +1,101 @@
+"""Digests of the files of a policy: whether they are still the ones that a run or an adapter had.
+
+A file of up to 64 MiB is read as a whole. Of a larger one the digest has the size, the header, and
+of each tensor all bytes up to 256 KiB, else four pieces of 64 KiB, the first and the last among
+them: training, merging, rounding or replacing any tensor is seen, an edit of single numbers in a
+large matrix may not be. A policy of 8B parameters takes 80 MB of reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from models import hf_files, tokenizer_files
+
+WHOLE_BYTES = 64 * 2**20  # of a file that is read as a whole
+PIECE_BYTES = 2**16
+_PIECES = 4  # of a tensor
+_FILE_PIECES = 1024  # of one whose tensors are not known, as GGUF's
+_NAMES = (hf_files.CONFIG, hf_files.GENERATION, hf_files.INDEX, *tokenizer_files.NAMES)
+
+
+def digest_policy(path: Path) -> dict[str, str]:
+    """Return the digest of each file that a policy is read from, by name.
+
+    A GGUF file may have its tokenizer next to it. Raises OSError.
+    """
+    folder = path.parent if path.is_file() else path
+    names = {name for name in _NAMES if (folder / name).is_file()}
+    if path.is_file():
+        tokenizer = names.intersection(tokenizer_files.NAMES)
+        names = {path.name, *(tokenizer if path.suffix.lower() == ".gguf" else ())}
+    else:
+        names |= {file.name for file in path.glob("*.safetensors") if file.is_file()}
+    return {name: digest_file(folder / name) for name in sorted(names)}
+
+
+def combine(digests: Mapping[str, str]) -> str:
+    """Return one digest of files with their names."""
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def digest_file(path: Path) -> str:
+    """Return the digest of a file, 32 digits. Raises OSError."""
+    size_bytes = path.stat().st_size
+    result = hashlib.sha256(f"{size_bytes}\0".encode())
+    with path.open("rb") as file:
+        for start, num_bytes in _read_parts(file, size_bytes):
+            file.seek(start)
+            result.update(file.read(num_bytes))
+    return result.hexdigest()[:32]
+
+
+def _read_parts(file: BinaryIO, size_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield start and length of the parts of a file that its digest has."""
+    if size_bytes <= WHOLE_BYTES:
+        yield 0, size_bytes
+        return
+    tensors = _tensors(file, size_bytes)
+    if not tensors:
+        yield from _pieces(0, size_bytes, _FILE_PIECES)
+        return
+    yield 0, tensors[0][0]  # the header
+    for start, num_bytes in tensors:
+        yield from _pieces(start, num_bytes, _PIECES)
+
+
+def _pieces(start: int, num_bytes: int, count: int) -> Iterator[tuple[int, int]]:
+    """Yield evenly spread pieces, the first and the last among them, or all in one."""
+    if num_bytes <= count * PIECE_BYTES:
+        yield start, num_bytes
+        return
+    last = num_bytes - PIECE_BYTES
+    for k in range(count):
+        yield start + k * last // (count - 1), PIECE_BYTES
+
+
+def _tensors(file: BinaryIO, size_bytes: int) -> list[tuple[int, int]]:
+    """Return start and length of the tensors of a safetensors file, in order; [] of another."""
+    header_bytes = int.from_bytes(file.read(8), "little")
+    first = 8 + header_bytes
+    if first > min(size_bytes, hf_files.MAX_HEADER_BYTES):
+        return []
+    try:
+        header = json.loads(file.read(header_bytes))
+        header.pop("__metadata__", None)
+        places = sorted((begin, end) for begin, end in map(_offsets, header.values()))
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        return []
+    ends = [0, *(end for _, end in places)]
+    follows = all(end <= begin for end, (begin, _) in zip(ends, places, strict=False))
+    fits = all(begin <= end for begin, end in places) and first + ends[-1] <= size_bytes
+    return [(first + begin, end - begin) for begin, end in places] if follows and fits else []
+
+
+def _offsets(entry: dict[str, Any]) -> tuple[int, int]:
+    begin, end = entry["data_offsets"]
+    return int(begin), int(end)
