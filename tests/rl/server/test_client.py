@@ -250,8 +250,8 @@ def test_samples_are_those_of_generate(service, policy):
     client, ids = service.create_sampling_client(base_model=NAME).result(), tuple(PROMPTS[0])
     params = types.SamplingParams(max_tokens=9, seed=7)
     got = sampled(client.sample(types.ModelInput.from_ints(list(ids)), 3, params).result())
-    digests = [hashlib.sha256(f"seed 7:{i}".encode()).digest() for i in range(3)]
-    noise = [int.from_bytes(digest[:4], "little") % 2**31 for digest in digests]
+    first = int.from_bytes(hashlib.sha256(b"seed 7").digest()[:4], "little")
+    noise = [(first + i) % 2**31 for i in range(3)]
     requests = [Request(name, ids, 0, i) for i, name in enumerate(noise)]
     weights = policy._learner.policy(policy.with_new_adapter()._state.params)
     sampling = SamplingConfig(max_new_tokens=9)
