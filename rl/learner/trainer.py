@@ -246,10 +246,10 @@ def update(
 
     `state` is donated. `step` (the training step) and the learner's seed order the minibatches.
     Metrics have TRL's names: means over tokens and optimizer steps, `lr` the last. Samples without
-    a gradient (advantage 0, no KL) count in the loss's divisor, but no pass is spent on them, so
-    that ratios and `batch/entropy` are of the others; if no sample has one the optimizer makes no step. `on_pass` is called after passes, with whether
-    nothing is applied yet: an error that it raises then leaves `state` whole. With a critic,
-    `advantages` are not used.
+    a gradient (advantage 0, no KL) count in the loss's divisor, but no pass is spent on them:
+    ratios and `batch/entropy` are of the others. If no sample has one the optimizer makes no step.
+    `on_pass` is called after passes, with whether nothing is applied yet: an error that it raises
+    then leaves `state` whole. With a critic, `advantages` are not used.
 
     Raises NonFiniteUpdate before such an update is applied, or calls `on_skip`
     (`Trainer.on_nonfinite`). Raises ValueError if a sample does not fit the shape, or a reference

@@ -437,3 +437,118 @@ def test_a_teacher_and_a_student(tiny):
         student.optim_step(api.Adam(learning_rate=0.02))
     assert losses[-1] < 0.9 * losses[0]
     assert len(jax.tree.leaves(trained_part(student._state.params))) < len(leaves(teacher))
+
+
+# -- noise ----------------------------------------------------------------------------------
+
+
+def test_calls_without_a_seed_have_new_noise_and_start_alike(tiny, policy, tmp_path):
+    one, other = open_policy(tiny), open_policy(tiny)
+    calls = [tokens(one.sample(PROMPTS, 4)) for _ in range(3)]
+    assert len({str(call) for call in calls}) == 3
+    assert [tokens(other.sample(PROMPTS, 4)) for _ in range(2)] == calls[:2]
+    assert all(tokens(policy.sample(PROMPTS, 4, seed=i)) not in calls for i in range(4))
+    other.save_state(tmp_path / "state")
+    sampler = other.sampler()
+    assert tokens(sampler.sample(PROMPTS, 4)) == calls[2], "samplers count with their policy"
+    resumed = open_policy(tiny)
+    resumed.sample(PROMPTS, 4)
+    resumed.load_state(tmp_path / "state")
+    assert tokens(resumed.sample(PROMPTS, 4)) == calls[2], "it does not repeat the first two"
+    other.load_state(tmp_path / "state")
+    assert tokens(other.sample(PROMPTS, 4)) not in calls, "nor those after the save"
+
+
+def test_adapters_of_one_policy_have_noise_of_their_own(tiny):
+    """B is 0 in both: with the same noise they would draw the same."""
+    first = open_policy(tiny, ONE, *LORA)
+    second = first.with_new_adapter(seed=1)
+    assert tokens(first.sample(PROMPTS, 4)) != tokens(second.sample(PROMPTS, 4))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("1+1=",), "prompts: expected a list of texts .*, got str '1\\+1='; fix: put one prompt"),
+        (([1, 2, 3],), "prompt 0: expected a text or token ids, got int 1"),
+        (({"role": "user"},), "prompts: expected a list .*, got dict"),
+        (([{"role": "user", "content": "1"}],), "prompt 0: .*, got dict .*apply_chat_template"),
+        (([[{"role": "user", "content": "1"}]],), "prompt 0: .*, got list .*apply_chat_template"),
+        (([[1.5]],), "prompt 0: expected a text or token ids, got list"),
+        ((PROMPTS, 1, {"temperature": 0.5}), "sampling: expected a SamplingConfig, got dict .*fix"),
+        ((PROMPTS, 0), "n: expected at least one response to each prompt, got 0"),
+        ((PROMPTS, 1, None, -1), "seed: expected an integer of 0 to 2³¹−1, or None, got -1"),
+        ((PROMPTS, 1, None, 0.5), "seed: expected an integer of 0 to 2³¹−1, or None, got 0.5"),
+    ],
+    ids=str,
+)
+def test_arguments_of_other_types_are_refused(policy, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        policy.sample(*arguments)
+
+
+def test_settings_are_texts_that_samples_or_losses_read(tiny):
+    with pytest.raises(ValueError, match='expected settings as texts, got dict .*; fix: "Policy'):
+        open_policy(tiny, {"Policy.lora_rank": 16})
+    with pytest.raises(ConfigError, match="Sched.workers: no effect here, .* samples have one"):
+        open_policy(tiny, "Sched.workers=2")
+    with pytest.raises(ConfigError, match="Optimizer.learning_rate: .* give optim_step its Adam"):
+        open_policy(tiny, "Optimizer.learning_rate=0.1")
+
+
+# -- the distribution of log-probs ----------------------------------------------------------
+
+
+def test_data_by_hand_keep_the_distribution_of_their_samples(policy):
+    """As Tinker's protocol sends them, without `sampling`: all ratios are 1."""
+    samplings = [SamplingConfig(0.5, max_new_tokens=9), SamplingConfig(0.7, top_k=4, top_p=0.8)]
+    for sampling in [*samplings, SamplingConfig(max_new_tokens=9)]:
+        sampling = dataclasses.replace(sampling, max_new_tokens=9)
+        samples = [s for group in policy.sample(PROMPTS, 4, sampling) for s in group]
+        told = [api.Datum.of(s, 1.0) for s in samples]
+        data = [dataclasses.replace(d, sampling=None) for d in told]
+        num_tokens = sum(len(s.token_ids) for s in samples)
+        output = policy.evaluate(data, "importance_sampling")
+        assert output.loss == pytest.approx(-num_tokens, rel=1e-4)
+        for one, found in zip(told, output.logprobs, strict=True):
+            np.testing.assert_allclose(found * one.weights, one.logprobs, atol=1e-5)
+        # log-probs of that pass are of the same distribution
+        again = [
+            dataclasses.replace(d, logprobs=x) for d, x in zip(data, output.logprobs, strict=True)
+        ]
+        found = zip(told, policy.forward(again), policy.forward(told), strict=True)
+        for d, one, other in found:
+            np.testing.assert_array_equal(one[d.weights > 0], other[d.weights > 0])
+    plain = [dataclasses.replace(d, logprobs=None) for d in data]
+    for one, other in zip(policy.forward(plain), policy.forward(data), strict=True):
+        np.testing.assert_array_equal(one, other)  # temperature 1
+
+
+def test_places_have_bounds_of_their_own(policy):
+    data = some_data(policy)
+    whole = policy.evaluate(data, "ppo", api.LossSettings(0.6, 1.5)).loss
+    bounded = [
+        dataclasses.replace(d, low=np.full(len(d), 0.6), high=np.full(len(d), 1.5)) for d in data
+    ]
+    assert policy.evaluate(bounded, "ppo").loss == pytest.approx(whole, rel=1e-6)
+    assert policy.evaluate(data, "ppo").loss != pytest.approx(whole, rel=1e-3)
+    with pytest.raises(ValueError, match="datum 0: expected 5 finite numbers as low"):
+        policy.evaluate([dataclasses.replace(bounded[0], low=[1.0])], "ppo")
+
+
+def test_every_saved_state_stays(tiny, tmp_path):
+    policy, folder = open_policy(tiny, ONE, *LORA), tmp_path / "states"
+    saved = {}
+    for step in range(4):
+        train(policy, 1, first=step)
+        policy.save_state(folder)
+        saved[policy.version] = leaves(policy)
+    with pytest.raises(FileExistsError, match="has step 4 already"):
+        policy.save_state(folder)
+    other = policy.with_new_adapter(seed=1)
+    other.save_state(folder)  # version 0, before all others
+    for step, wanted in saved.items():
+        policy.load_state(folder, step)
+        for x, y in zip(leaves(policy), wanted, strict=True):
+            np.testing.assert_array_equal(x, y)
+    assert policy.version == 4
