@@ -63,7 +63,7 @@ from rl.runtime.progress import say
 from rl.sampler import Prompt, Rollouts, Sample, Sampler, on_mesh
 from rl.stream import Stream
 from rl.system import rollout_weights
-from rl.unused_settings import refuse_settings_of_runs
+from rl.unused_settings import refuse_run_settings
 from spec.config import SamplingConfig
 from spec.drafter import Drafter
 
@@ -102,7 +102,7 @@ class Policy:
         named = f"Policy.directory={directory!r}"
         overrides = [named, *settings] if files else [PLAIN, named, *settings]
         config = load(TrainConfig, files, overrides)
-        refuse_settings_of_runs(settings)
+        refuse_run_settings(settings)
         inputs = Inputs(*open_policy(directory, config.task, config.policy.lora), (), 0)
         self.config, self.tokenizer, self.model = config, inputs.tokenizer, inputs.model
         self._mesh, rounding = setup.open_mesh(config, inputs.model)
@@ -299,7 +299,7 @@ class Policy:
     # -- state ----------------------------------------------------------------------------
 
     def save_state(self, folder: str | Path) -> None:
-        """Save weights and optimizer, by the number of optimizer steps, beside earlier states.
+        """Save weights and optimizer, by the number of optimizer steps; earlier states stay.
 
         Raises FileExistsError if the folder has a state of this number, or OSError.
         """

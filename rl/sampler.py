@@ -97,7 +97,7 @@ class Rollouts:
         self.num_calls += 1
         return step_key(self.config.run.seed, self.num_calls)
 
-    def sample_of(self, t: Trajectory, sampling: SamplingConfig, version: int) -> Sample:
+    def to_sample(self, t: Trajectory, sampling: SamplingConfig, version: int) -> Sample:
         """Return a trajectory as its caller gets it, and remember how it was drawn."""
         self.drawn.note(t.prompt_ids, t.response_ids, t.logprobs, sampling)
         prompt, response = tuple(t.prompt_ids.tolist()), t.response_ids.tolist()
@@ -185,7 +185,7 @@ class Sampler:
             remember(rollouts.cache, keys, done, scored=False)
         groups: list[list[Sample]] = [[] for _ in ids]
         for t in done:
-            groups[t.group_id].append(rollouts.sample_of(t, sampling, self.version))
+            groups[t.group_id].append(rollouts.to_sample(t, sampling, self.version))
         return groups
 
     @property

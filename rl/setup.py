@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax._src import xla_bridge  # no public name tells whether a device is open
+from jax._src import xla_bridge  # no public name for it
 from jax.sharding import Mesh
 
 from models import (
@@ -389,10 +389,10 @@ def keep_order(config: TrainConfig) -> None:
 def open_mesh(
     config: TrainConfig, model: ModelConfig, *, own: bool = False
 ) -> tuple[Mesh | None, str | None]:
-    """Return the mesh on which a policy is opened, and a remark if its passes find other bits.
+    """Return the mesh of a policy, and a remark if its passes find other bits.
 
-    Every program that opens a policy does so here: what it promises of bits is checked before
-    weights are loaded. `own`: engines have this process's devices. Raises ValueError.
+    Every program that opens a policy calls this before it loads weights. `own`: engines have this
+    process's devices. Raises ValueError.
     """
     keep_order(config)
     mesh = run_mesh(config)

@@ -280,4 +280,4 @@ class Stream:
         self._places.busy[running.place] -= 1
         running.done.sort(key=lambda one: one.sample_index)
         sampling, version = request.sampling, request.sampler.version
-        running.on_finish([self._rollouts.sample_of(t, sampling, version) for t in running.done])
+        running.on_finish([self._rollouts.to_sample(t, sampling, version) for t in running.done])

@@ -82,7 +82,7 @@ def _changed(config: TrainConfig) -> list[str]:
 
 
 # Sections and fields that `rl.api` and `rl.serve` do not read, and their counterpart there.
-_OF_RUNS = {
+_RUN_SETTINGS = {
     "Algorithm": "name a loss at forward_backward",
     "Checkpoint": "call save_state",
     "Cluster": "a policy has the devices of its process",
@@ -109,12 +109,12 @@ _OF_RUNS = {
 _READ = {"Run.seed"}
 
 
-def refuse_settings_of_runs(settings: Sequence[str]) -> None:
+def refuse_run_settings(settings: Sequence[str]) -> None:
     """Raise ConfigError for a setting that only `rl.train` reads, not `rl.api` or `rl.serve`."""
     for setting in settings:
         name = read_override(setting).name
         section = name.partition(".")[0]
-        instead = _OF_RUNS.get(name) or _OF_RUNS.get(section)
+        instead = _RUN_SETTINGS.get(name) or _RUN_SETTINGS.get(section)
         if instead and name not in _READ:
             raise ConfigError(
                 f"{name}: no effect here, only rl.train reads it; fix: leave it out: {instead}"

@@ -69,7 +69,7 @@ class Output:
 class DatumInputs:
     """The inputs of the loss at the places of E data; [E, M], float32 and a bool mask.
 
-    The bounds of the ratio are None if no datum has its own.
+    The bounds of the ratio are None if no datum has any.
     """
 
     mask_EM: Any
@@ -124,7 +124,7 @@ def pack(
 ) -> list[Packed]:
     """Return micro-batches of the data, each in one row. Raises ValueError if one does not fit.
 
-    `bounds` are the ratio's for places without their own, and None if the loss has none.
+    `bounds` are the ratio's for places without any, and None if the loss has none.
     """
     _check(data, model, shape.length)
     if all(datum.low is None and datum.high is None for datum in data):

@@ -1,4 +1,4 @@
-"""How responses were drawn, for data that come back with their log-probs and without saying it.
+"""The distributions of drawn responses, for data that return with log-probs and without them.
 
 Tinker's `Datum` has log-probs, and not the temperature, top-k or top-p of their distribution; a
 loss's ratio compares two policies only if both are processed alike.
@@ -20,7 +20,7 @@ MAX_BYTES = 2**26  # of responses remembered: up to 8 million tokens
 ENTRY_BYTES = 500  # of the Python objects of a response
 
 _Key = tuple[int, bytes, int, float]  # a prompt's tokens and digest; the first token, its log-prob
-Found = list[tuple[slice, SamplingConfig]]
+Matches = list[tuple[slice, SamplingConfig]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class _Response:
 
     @property
     def is_processed(self) -> bool:
-        """Whether its distribution is another than the policy's own; greedy log-probs are not."""
+        """False at temperature 1 without cuts, and for greedy ones, which have its log-probs."""
         s = self.sampling
         return s.temperature > 0 and (s.temperature != 1 or s.top_k > 0 or s.top_p < 1)
 
@@ -74,34 +74,34 @@ class DrawnResponses:
         if not responses:
             del self._responses[key]
 
-    def _count(self, key: _Key, response: _Response, sign: int) -> None:
-        self.num_bytes += sign * response.num_bytes
-        self._num_processed += sign * response.is_processed
-        self._lengths[key[0]] += sign
+    def _count(self, key: _Key, response: _Response, change: int) -> None:
+        self.num_bytes += change * response.num_bytes
+        self._num_processed += change * response.is_processed
+        self._lengths[key[0]] += change
         if not self._lengths[key[0]]:
             del self._lengths[key[0]]
 
-    def find(self, tokens: Any, targets: Any, logprobs: Any) -> Found:
+    def find(self, tokens: Any, targets: Any, logprobs: Any) -> Matches:
         """Return the places of a datum that hold responses with these log-probs, and how drawn.
 
-        A datum starts with a response's prompt, and holds the response as far as tokens and
-        log-probs agree. Nothing is looked up while all responses are of the policy's own
+        A datum starts with a response's prompt, and holds the response up to the first token or
+        log-prob that differs. Nothing is looked up while all responses are of the policy's own
         distribution, which is a datum's default.
         """
         if not self._num_processed:
             return []
         ids, drawn = np.asarray(tokens, np.int32), np.asarray(targets, np.int32)
         values, digest = np.asarray(logprobs, np.float32), hashlib.blake2b(digest_size=16)
-        found: Found = []
+        matches: Matches = []
         at = 0
         for length in sorted(n for n in self._lengths if n <= len(ids)):
             digest.update(ids[at:length].tobytes())
             at, start = length, length - 1
             key = length, digest.digest(), int(drawn[start]), float(values[start])
             if responses := self._responses.get(key):
-                num_places, sampling = _longest(responses, drawn[start:], values[start:])
-                found.append((slice(start, start + num_places), sampling))
-        return found
+                num_places, sampling = _best_match(responses, drawn[start:], values[start:])
+                matches.append((slice(start, start + num_places), sampling))
+        return matches
 
     def note_scored(self, data: Sequence[Any], logprobs: Sequence[np.ndarray]) -> None:
         """Remember log-probs that a policy has found of data: of the distributions of `find`."""
@@ -115,7 +115,7 @@ class DrawnResponses:
                 self.note(prompt, datum.targets[part], values[part], sampling)
 
 
-def _longest(
+def _best_match(
     responses: Sequence[_Response], targets: np.ndarray, logprobs: np.ndarray
 ) -> tuple[int, SamplingConfig]:
     """Return the places of the response that agrees longest, and how it was drawn.

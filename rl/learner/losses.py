@@ -157,9 +157,9 @@ def _policy_statistics(
     low_BT = (ratio_BT < 1 - algorithm.clip_low) & (advantages_BT < 0)
     high_BT = (ratio_BT > 1 + algorithm.clip_high) & (advantages_BT > 0)
     return {
-        f"{CLIPPED}low_mean": low_BT.astype(jnp.float32),
-        f"{CLIPPED}high_mean": high_BT.astype(jnp.float32),
-        f"{CLIPPED}region_mean": (low_BT | high_BT).astype(jnp.float32),
+        "clip_ratio/low_mean": low_BT.astype(jnp.float32),
+        "clip_ratio/high_mean": high_BT.astype(jnp.float32),
+        "clip_ratio/region_mean": (low_BT | high_BT).astype(jnp.float32),
         "ratio/mean": ratio_BT,
     }
 
@@ -236,9 +236,9 @@ def metrics_of(
     """
     sums = {name: float(value) for name, value in statistics.sums.items()}
     tokens = max(sums["tokens"], 1.0)
-    of_clipped = tokens if num_response_tokens is None else max(num_response_tokens, 1)
+    clip_tokens = tokens if num_response_tokens is None else max(num_response_tokens, 1)
     means = {
-        name: value / (of_clipped if name.startswith(CLIPPED) else tokens)
+        name: value / (clip_tokens if name.startswith(CLIPPED) else tokens)
         for name, value in sums.items()
         if name not in ("tokens", "loss") and not name.startswith((BY_ORIGIN, COUNT))
     }

@@ -48,7 +48,7 @@ TokenLoss = Callable[[jax.Array, DatumInputs, LossSettings], jax.Array]
 class Loss:
     """A loss per place, and the defaults of the settings that it reads."""
 
-    of_place: TokenLoss
+    per_place: TokenLoss
     defaults: LossSettings = LossSettings()
     has_ratio: bool = True  # of the policy to the one that drew the target
 
@@ -121,15 +121,15 @@ LOSSES: Mapping[str, Loss] = {
 
 
 def complete(loss: str, settings: LossSettings | None) -> LossSettings:
-    """Return a loss's settings, its defaults where none are given. Raises ValueError."""
+    """Return a loss's settings, with its defaults for the others. Raises ValueError."""
     if loss not in LOSSES:
         raise ValueError(f"expected a loss of {', '.join(LOSSES)}, got {loss!r}")
     defaults = vars(LOSSES[loss].defaults)
-    given = {name: x for name, x in vars(settings or LossSettings()).items() if x is not None}
-    if unread := [name for name in given if defaults[name] is None]:
+    values = {name: x for name, x in vars(settings or LossSettings()).items() if x is not None}
+    if unread := [name for name in values if defaults[name] is None]:
         reads = [name for name, x in defaults.items() if x is not None]
         raise ValueError(f"{loss} reads {', '.join(reads) or 'no settings'}, got {unread[0]}")
-    whole = dataclasses.replace(LOSSES[loss].defaults, **given)
+    whole = dataclasses.replace(LOSSES[loss].defaults, **values)
     if LOSSES[loss].has_bounds and not whole.low <= whole.high:
         raise ValueError(f"{loss}: expected low <= high, got {whole.low} and {whole.high}")
     return whole
@@ -168,7 +168,7 @@ def _loss(
 NETWORKS = {
     name: Network(
         trained_specs,
-        partial(_loss, one.of_place),
+        partial(_loss, one.per_place),
         lambda recipe: recipe.optimizer,
         lambda recipe: TokenStatistics({}, {}),
     )
@@ -185,9 +185,9 @@ def target_logprobs(
         return logprobs.token_logprobs(params, batch, recipe=recipe)[0]
 
     packed = pack(data, recipe.model, shape, drawn)
-    found = logprobs.fetched(run, packed, list(map(len, data)), shape)
-    drawn.note_scored(data, found)
-    return found
+    result = logprobs.fetched(run, packed, list(map(len, data)), shape)
+    drawn.note_scored(data, result)
+    return result
 
 
 @partial(jax.jit, static_argnames=("loss", "recipe"))
@@ -201,7 +201,7 @@ def evaluate(
     recipe: TrainSpec,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the log-probs [E, M] and the losses [E] of a micro-batch's data."""
-    _, (_, _, outputs) = _loss(LOSSES[loss].of_place, trained, base, batch, settings, recipe)
+    _, (_, _, outputs) = _loss(LOSSES[loss].per_place, trained, base, batch, settings, recipe)
     return replicated(outputs)
 
 

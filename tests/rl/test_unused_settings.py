@@ -4,7 +4,7 @@ import pytest
 
 from rl.config import TrainConfig
 from rl.gin.loader import ConfigError, load
-from rl.unused_settings import _OF_RUNS, _READ, refuse_settings_of_runs, unused_settings
+from rl.unused_settings import _READ, _RUN_SETTINGS, refuse_run_settings, unused_settings
 
 
 @pytest.mark.parametrize(
@@ -45,13 +45,13 @@ def test_settings_without_effect_are_named(overrides, notes):
 def test_settings_that_only_a_run_reads_are_refused_elsewhere(setting):
     name = setting.partition("=")[0]
     with pytest.raises(ConfigError, match=f"{name}: no effect here, only rl.train reads it; fix:"):
-        refuse_settings_of_runs(["Run.seed=1", setting])
+        refuse_run_settings(["Run.seed=1", setting])
 
 
 def test_all_that_are_refused_exist():
     config = load(TrainConfig)
     sections = {type(x).__name__.removesuffix("Config"): x for x in vars(config).values()}
-    for name in [*_OF_RUNS, *_READ]:
+    for name in [*_RUN_SETTINGS, *_READ]:
         section, _, field = name.partition(".")
         assert not field or hasattr(sections[section], field), name
         assert section in sections, name

@@ -96,11 +96,11 @@ def test_places_have_bounds_of_their_own(loss):
     low, high = rng.uniform(0.2, 0.9, (2, 8)), rng.uniform(1.0, 2.0, (2, 8))
     ones = np.ones((2, 8), np.float32)
     inputs = DatumInputs(ones > 0, ones, drawn, advantages, low, high)
-    found = LOSSES[loss].of_place(logp, inputs, complete(loss, None))
+    found = LOSSES[loss].per_place(logp, inputs, complete(loss, None))
     plain = DatumInputs(ones > 0, ones, drawn, advantages)
     for place in np.ndindex(2, 8):
         settings = LossSettings(low[place], high[place])
-        wanted = LOSSES[loss].of_place(logp, plain, settings)
+        wanted = LOSSES[loss].per_place(logp, plain, settings)
         np.testing.assert_allclose(found[place], wanted[place], rtol=1e-6)
 
 
