@@ -39,6 +39,7 @@ from rl.checkpoint import reader
 from rl.checkpoint.checkpointer import Checkpointer
 from rl.checkpoint.config import CheckpointConfig
 from rl.config import TrainConfig
+from rl.engine.engine import OnRound
 from rl.gin.loader import load
 from rl.inputs import Inputs, open_policy
 from rl.learner import gradient_accumulation, logprobs, objectives
@@ -49,30 +50,37 @@ from rl.learner.objectives import (
     LOSSES,
     NETWORKS,
     Adam,
+    Loss,
     LossSettings,
-    default_settings,
+    check_inputs,
+    complete,
     target_logprobs,
 )
 from rl.learner.optimizer import TrainState, init_state, make_optimizer
 from rl.responses import WHOLE
 from rl.runtime.devices import in_turn
 from rl.runtime.progress import say
-from rl.sampler import Rollouts, Sample, Sampler, on_mesh
+from rl.sampler import Prompt, Rollouts, Sample, Sampler, on_mesh
 from rl.stream import Stream
 from rl.system import rollout_weights
+from rl.unused_settings import refuse_run_settings
+from spec.config import SamplingConfig
+from spec.drafter import Drafter
 
 __all__ = [
     "LOSSES",
     "Adam",
     "Datum",
+    "Loss",
     "LossSettings",
     "Output",
     "Policy",
     "Sample",
     "Sampler",
-    "default_settings",
+    "complete",
 ]
 PLAIN = 'Speculation.budget="off"'
+NUM_CALLS = "num_calls"  # of samples without a seed, in the host state of saved states
 CustomLoss = Callable[[list[jax.Array]], jax.Array]  # of the log-probs of each datum
 
 
@@ -87,16 +95,21 @@ class Policy:
         """Load a Hugging Face folder, or GGUF file.
 
         `settings` are a configuration's, such as "Engine.slots=16", and win over its `files`. By
-        default nothing is drafted. Raises ConfigError, ValueError or FileNotFoundError.
+        default nothing is drafted. Settings that only a run reads are refused; in `files`, which
+        may be a run's, they have no effect. Raises ConfigError, ValueError or FileNotFoundError.
         """
+        _check_settings(settings)
         named = f"Policy.directory={directory!r}"
         overrides = [named, *settings] if files else [PLAIN, named, *settings]
         config = load(TrainConfig, files, overrides)
+        refuse_run_settings(settings)
         policy, model, tokenizer = open_policy(directory, config.task, config.policy.lora)
         contents = identity.policy_contents(policy)
         inputs = Inputs(policy, model, tokenizer, (), 0, contents=contents)
         self.config, self.tokenizer, self.model = config, inputs.tokenizer, inputs.model
-        self._mesh = setup.run_mesh(config)
+        self._mesh, rounding = setup.open_mesh(config, inputs.model)
+        if rounding is not None:
+            say(rounding, sys.stderr)
         self._total: Accumulator | None = None
         self._now: Sampler | None = None  # until the next optimizer step
         with on_mesh(self._mesh):
@@ -159,11 +172,20 @@ class Policy:
 
     # -- sampling -------------------------------------------------------------------------
 
-    def sample(self, *given: Any, **options: Any) -> list[list[Sample]]:
-        """Return responses of the policy as it is now; arguments are those of `Sampler.sample`."""
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        n: int = 1,
+        sampling: SamplingConfig | None = None,
+        seed: int | None = None,
+        *,
+        drafter: Drafter | None = None,
+        on_round: OnRound | None = None,
+    ) -> list[list[Sample]]:
+        """Return `n` responses to each prompt, of the policy as it is now (`Sampler.sample`)."""
         if self._now is None:
             self._now = self._sampler(self._state.params)
-        return self._now.sample(*given, **options)
+        return self._now.sample(prompts, n, sampling, seed, drafter=drafter, on_round=on_round)
 
     def sampler(self) -> Sampler:
         """Return a copy of the weights as they are now, which later steps do not change."""
@@ -186,8 +208,9 @@ class Policy:
     def forward(self, data: Sequence[Datum]) -> list[np.ndarray]:
         """Return the log-probs of each datum's targets, float32 [T]. Raises ValueError."""
         with on_mesh(self._mesh):
-            learner, params = self._learner, self._learner.policy(self._state.params)
-            return target_logprobs(params, data, learner.shape, learner.recipe)
+            learner, drawn = self._learner, self._rollouts.drawn
+            params = learner.policy(self._state.params)
+            return target_logprobs(params, data, drawn, learner.shape, learner.recipe)
 
     def evaluate(
         self,
@@ -196,17 +219,16 @@ class Policy:
         settings: LossSettings | None = None,
     ) -> Output:
         """Return a loss and the log-probs, as `forward_backward` does, without a gradient."""
-        _check_loss(loss)
         learner, passes = self._learner, list[Any]()
-        settings = settings or default_settings(loss)
-        packed = pack(data, self.model, learner.shape)
+        settings = complete(loss, settings)
+        packed = self._pack(data, loss, settings)
         static: dict[str, Any] = {"loss": loss, "recipe": learner.recipe}
         with on_mesh(self._mesh):
             for p in packed:
                 given = logprobs.place(p.batch), settings, learner.base
                 passes.append(in_turn(objectives.evaluate(self._state.params, *given, **static)))
                 logprobs.keep_pace(passes, logprobs.unwatched)
-            return _output(data, packed, jax.device_get(passes))
+            return self._output(data, packed, jax.device_get(passes))
 
     def forward_backward(
         self,
@@ -220,9 +242,8 @@ class Policy:
         for data that do not fit, and for a loss or gradient that is not finite, after which all
         gradients since the last `optim_step` are gone.
         """
-        _check_loss(loss)
-        learner, settings = self._learner, settings or default_settings(loss)
-        packed = pack(data, self.model, learner.shape)
+        learner, settings = self._learner, complete(loss, settings)
+        packed = self._pack(data, loss, settings)
         static: dict[str, Any] = {"network": NETWORKS[loss], "recipe": learner.recipe}
         with on_mesh(self._mesh):
             total, self._total = self._total, None
@@ -236,7 +257,22 @@ class Policy:
             fetched = jax.device_get(passes)
         _check_finite(packed, fetched)
         self._total = total
-        return _output(data, packed, [health.outputs for health in fetched])
+        return self._output(data, packed, [health.outputs for health in fetched])
+
+    def _pack(self, data: Sequence[Datum], loss: str, settings: LossSettings) -> list[Packed]:
+        check_inputs(loss, data)
+        bounds = (settings.low, settings.high) if LOSSES[loss].has_bounds else None
+        return pack(data, self.model, self._learner.shape, self._rollouts.drawn, bounds)
+
+    def _output(
+        self, data: Sequence[Datum], packed: Sequence[Packed], outputs: Sequence[Any]
+    ) -> Output:
+        """Return the result of passes, each with log-probs [E, M] and losses [E]."""
+        both = zip(outputs, packed, strict=True)
+        losses = [loss_E.reshape(-1)[p.places] for (_, loss_E), p in both]
+        logps = unpacked(packed, [logp_EM for logp_EM, _ in outputs], list(map(len, data)))
+        self._rollouts.drawn.note_scored(data, logps)
+        return Output(float(sum(x.sum(dtype=np.float64) for x in losses)), logps)
 
     def forward_backward_custom(self, data: Sequence[Datum], loss: CustomLoss) -> Output:
         """Add the gradient of a function of the log-probs: float32 [T] of each datum, to a scalar.
@@ -273,20 +309,26 @@ class Policy:
     # -- state ----------------------------------------------------------------------------
 
     def save_state(self, folder: str | Path) -> None:
-        """Save weights and optimizer, by the number of optimizer steps. Raises OSError."""
+        """Save weights and optimizer, by the number of optimizer steps; earlier states stay.
+
+        Raises FileExistsError if the folder has a state of this number, or OSError.
+        """
         settings = CheckpointConfig(asynchronous=False)
-        host = {"contents": dict(self._rollouts.inputs.contents)}
-        with Checkpointer(folder, settings) as checkpoints:
+        host = {
+            "contents": dict(self._rollouts.inputs.contents),
+            NUM_CALLS: self._rollouts.num_calls,
+        }
+        with Checkpointer(folder, settings, keeps_all=True) as checkpoints:
             checkpoints.save(self.version, self._state, host)
 
     def load_state(
         self, folder: str | Path, step: int | None = None, *, with_optimizer: bool = True
     ) -> None:
-        """Continue from a saved state, the newest by default; gradients are dropped.
+        """Continue from a saved state, the one of most steps by default; gradients are dropped.
 
-        Without its optimizer, Adam starts afresh. Raises NoWholeCheckpointError, or
-        StructureMismatchError for another policy or adapter, and ValueError for an adapter of
-        other weights.
+        Samples without a seed continue after the ones before the save. Without its optimizer, Adam
+        starts afresh. Raises NoWholeCheckpointError, or StructureMismatchError for another policy
+        or adapter, and ValueError for an adapter of other weights.
         """
         inputs = self._rollouts.inputs
         with on_mesh(self._mesh):
@@ -294,7 +336,8 @@ class Policy:
             if self._learner.base is not None:
                 then = restored.host.get("contents", {})
                 identity.refuse_other_base(then, inputs.contents, str(folder), inputs.policy)
-            state = restored.arrays
+            state, rollouts = restored.arrays, self._rollouts
+            rollouts.num_calls = max(rollouts.num_calls, restored.host.get(NUM_CALLS, 0))
             if not with_optimizer:
                 state = self._fresh(state.params)
             self._state = state
@@ -318,16 +361,13 @@ class Policy:
         run_export.write_policy(inputs, params, target, run_export.Layout())
 
 
-def _check_loss(loss: str) -> None:
-    if loss not in LOSSES:
-        raise ValueError(f"expected a loss of {', '.join(LOSSES)}, got {loss!r}")
-
-
-def _output(data: Sequence[Datum], packed: Sequence[Packed], outputs: Sequence[Any]) -> Output:
-    """Return the result of passes, each with log-probs [E, M] and losses [E]."""
-    losses = [loss_E.reshape(-1)[p.places] for (_, loss_E), p in zip(outputs, packed, strict=True)]
-    logps = unpacked(packed, [logp_EM for logp_EM, _ in outputs], list(map(len, data)))
-    return Output(float(sum(x.sum(dtype=np.float64) for x in losses)), logps)
+def _check_settings(settings: Sequence[Any]) -> None:
+    for one in settings:
+        if not isinstance(one, str):
+            raise ValueError(
+                f"expected settings as texts, got {type(one).__name__} {one!r:.60}; "
+                'fix: "Policy.lora_rank=16"'
+            )
 
 
 def _check_finite(packed: Sequence[Any], passes: Sequence[Health]) -> None:

@@ -125,7 +125,7 @@ def _run(args: argparse.Namespace, job: _Evaluation) -> int:
     from rl.rewards.pool import RewardPool
     from rl.rewards.process import RewardWorkerError
     from rl.runtime import devices
-    from rl.setup import engine_mesh, run_mesh
+    from rl.setup import engine_mesh, open_mesh
 
     errors = NoWholeCheckpointError, RewardWorkerError, StructureMismatchError
     evals = job.inputs.evals
@@ -135,7 +135,8 @@ def _run(args: argparse.Namespace, job: _Evaluation) -> int:
         try:
             # a function that cannot be called is found before the weights are loaded
             pool = stack.enter_context(RewardPool(job.config.reward, tasks=tasks))
-            mesh = engine_mesh(job.config, job.inputs.model, run_mesh(job.config))
+            mesh, rounding = open_mesh(job.config, job.inputs.model)
+            mesh = engine_mesh(job.config, job.inputs.model, mesh)
             model, params, source = _weights(job, mesh, show)
             job = dataclasses.replace(job, inputs=dataclasses.replace(job.inputs, model=model))
         except (ValueError, OSError, *errors) as error:
@@ -143,7 +144,7 @@ def _run(args: argparse.Namespace, job: _Evaluation) -> int:
             return EXIT_USAGE
         if warning := devices.warning():
             show.message(f"warning: {warning}")
-        for remark in evals.remarks():
+        for remark in filter(None, (*evals.remarks(), rounding)):
             show.message(remark)
         show.message(f"{evals.num_questions} questions, {total} responses")
         try:

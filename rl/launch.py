@@ -17,7 +17,6 @@ import threading
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from models import sum_in_order_on_accelerators
 from rl import ray_run, run_folder, run_process
 from rl.cluster.actors import Actor, ActorSettings
 from rl.config import TrainConfig
@@ -31,6 +30,7 @@ from rl.runtime.progress import say
 from rl.runtime.run_files import CONFIG_FILE
 from rl.runtime.signals import leave, stop_signals
 from rl.runtime.waits import ProgramLost
+from rl.setup import keep_order
 
 LAST_LINES = 40  # of a process that fails without an error message
 
@@ -144,8 +144,7 @@ def main(orders: BinaryIO) -> int:
     threading.Thread(target=_stop_at_end, args=(orders,), name="launcher", daemon=True).start()
     try:
         config = _config(start)
-        if config.numerics.same_bits is True:
-            sum_in_order_on_accelerators()
+        keep_order(config)
         folder = Path(config.run.directory or "").absolute()
         before = load(TrainConfig, [folder / CONFIG_FILE]) if start.resume else None
         inputs = open_inputs(config)

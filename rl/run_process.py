@@ -45,7 +45,7 @@ from rl.runtime.progress import Progress, progress, say
 from rl.runtime.run_files import ADAPTER, CHECKPOINTS, DRAFTER_MODEL, METRICS_FILE, POLICY
 from rl.runtime.signals import EXPORTING, Limits, Stopped, Watch, leave
 from rl.runtime.waits import Hang, ProgramLost
-from rl.setup import check_bits, engine_mesh, run_mesh
+from rl.setup import open_mesh
 from rl.workers.messages import WorkerError
 
 
@@ -128,9 +128,7 @@ class _RunProcess:
         config, processes, limits = self.config, self.processes, self.config.run
         try:
             own = not processes.alone and config.cluster.rollouts == "local"
-            mesh = run_mesh(config)
-            engine_mesh(config, self.inputs.model, mesh, own=own)
-            rounding = check_bits(config, self.inputs.model, mesh)
+            _, rounding = open_mesh(config, self.inputs.model, own=own)
             result = devices.found()
             opened = memory.opened_devices(result)
             tight = memory.estimate(config, self.inputs.model, opened).check(opened)

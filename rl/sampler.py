@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Sequence
-from typing import Any, Self
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from models.lora import trained_part
-from models.tokenizer import Tokenizer
 from models.transformer import Params
 from rl import setup
 from rl.config import TrainConfig
@@ -21,6 +21,7 @@ from rl.engine.engine import Engine, OnRound
 from rl.engine.rollout_spec import DrafterFactory, RolloutSpec, draft_with
 from rl.inputs import Inputs
 from rl.learner.data import Datum
+from rl.learner.drawn import DrawnResponses
 from rl.learner.objectives import target_logprobs
 from rl.learner.trainer import Learner
 from rl.runtime.parallel_compile import OnCompiled, unwatched
@@ -53,18 +54,13 @@ class Sample:
     sampling: SamplingConfig
     version: int
 
-    @classmethod
-    def from_trajectory(
-        cls, t: Trajectory, tokenizer: Tokenizer, sampling: SamplingConfig, version: int
-    ) -> Self:
-        """Return a trajectory as its caller gets it."""
-        prompt, response = tuple(t.prompt_ids.tolist()), t.response_ids.tolist()
-        text = tokenizer.decode(response)
-        return cls(prompt, response, t.logprobs, text, t.truncated, sampling, version)
-
 
 class Rollouts:
-    """The engine of a policy's samples, and the drafts that its configuration names."""
+    """The engine of a policy's samples, and the drafts that its configuration names.
+
+    Policies that differ in their adapters share it: `num_calls` counts samples without a seed, and
+    `drawn` remembers how each response was drawn.
+    """
 
     def __init__(self, config: TrainConfig, inputs: Inputs, mesh: Mesh | None, dtype: Any) -> None:
         if config.speculation.learns or config.speculation.asks_model:
@@ -81,6 +77,7 @@ class Rollouts:
         )
         self.cache = RolloutCache(config.rollout.cache_bytes, vocab_size=inputs.model.vocab_size)
         self.speculation = open_speculation(config, self.cache)
+        self.num_calls, self.drawn = 0, DrawnResponses()
 
     def drafts(
         self, weights: Params, keys: Sequence[str], prompts: Sequence[Any], n: int
@@ -89,6 +86,23 @@ class Rollouts:
         if needs_times(speculation):
             warm_up(self.config, self.engine, weights, speculation)
         return speculation.drafter_factory(keys, prompts, group_size=n)
+
+    def noise_key(self, seed: int | None) -> jax.Array:
+        """Return the key of a seed; without one, of the configuration's and the next number.
+
+        No seed of a caller has the key of a number, and no two numbers have the same.
+        """
+        if seed is not None:
+            return step_key(seed, 0)
+        self.num_calls += 1
+        return step_key(self.config.run.seed, self.num_calls)
+
+    def to_sample(self, t: Trajectory, sampling: SamplingConfig, version: int) -> Sample:
+        """Return a trajectory as its caller gets it, and remember how it was drawn."""
+        self.drawn.note(t.prompt_ids, t.response_ids, t.logprobs, sampling)
+        prompt, response = tuple(t.prompt_ids.tolist()), t.response_ids.tolist()
+        text = self.inputs.tokenizer.decode(response)
+        return Sample(prompt, response, t.logprobs, text, t.truncated, sampling, version)
 
 
 def open_speculation(config: TrainConfig, cache: RolloutCache) -> Speculation:
@@ -133,7 +147,7 @@ class Sampler:
         prompts: Sequence[Prompt],
         n: int = 1,
         sampling: SamplingConfig | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         *,
         drafter: Drafter | None = None,
         on_round: OnRound | None = None,
@@ -141,13 +155,14 @@ class Sampler:
         """Return `n` responses to each prompt, a text or ids.
 
         Tokens are a function of weights, prompts, `n`, `sampling` and `seed`: neither a `drafter`
-        nor the drafts of the configuration change one. `on_round` is called now and then with the
-        responses finished and the tokens so far; raising ends the call. Raises ValueError for
-        prompts that cannot run.
+        nor the drafts of the configuration change one. Without a seed they have noise that no call
+        before had: a program that starts in the same way draws the same. `on_round` is called now
+        and then with the responses finished and the tokens so far; raising ends the call. Raises
+        ValueError for prompts that cannot run.
         """
         rollouts, inputs = self._rollouts, self._rollouts.inputs
         sampling = sampling or rollouts.config.sampling
-        ids = [_encoded(inputs, prompt) for prompt in prompts]
+        ids = _check(inputs, prompts, n, sampling, seed)
         requests = [
             Request(g * n + i, prompt, g, i) for i in range(n) for g, prompt in enumerate(ids)
         ]
@@ -159,7 +174,7 @@ class Sampler:
             spec = RolloutSpec(
                 self._weights,
                 sampling,
-                step_key(seed, 0),
+                rollouts.noise_key(seed),
                 inputs.model.eos_token_ids,
                 self.version,
                 drafts,
@@ -170,9 +185,7 @@ class Sampler:
             remember(rollouts.cache, keys, done, scored=False)
         groups: list[list[Sample]] = [[] for _ in ids]
         for t in done:
-            groups[t.group_id].append(
-                Sample.from_trajectory(t, inputs.tokenizer, sampling, self.version)
-            )
+            groups[t.group_id].append(rollouts.to_sample(t, sampling, self.version))
         return groups
 
     @property
@@ -184,7 +197,8 @@ class Sampler:
         """Return the log-probs of each datum's targets, float32 [T]. Raises ValueError."""
         with on_mesh(self._rollouts.mesh):
             learner = self._learner
-            return target_logprobs(self._weights, data, learner.shape, learner.recipe)
+            drawn = self._rollouts.drawn
+            return target_logprobs(self._weights, data, drawn, learner.shape, learner.recipe)
 
 
 @contextlib.contextmanager
@@ -194,7 +208,40 @@ def on_mesh(mesh: Mesh | None) -> Iterator[None]:
         yield
 
 
-def _encoded(inputs: Inputs, prompt: Prompt) -> tuple[int, ...]:
+def _check(inputs: Inputs, prompts: Any, n: Any, sampling: Any, seed: Any) -> list[tuple[int, ...]]:
+    """Return the prompts' tokens. Raises ValueError for arguments of other types."""
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise ValueError(
+            f"prompts: expected a list of texts or of token ids, got {_shown(prompts)}; "
+            "fix: put one prompt into a list"
+        )
+    if not isinstance(sampling, SamplingConfig):
+        raise ValueError(
+            f"sampling: expected a SamplingConfig, got {_shown(sampling)}; "
+            "fix: spec.config.SamplingConfig(temperature=0.5)"
+        )
+    if not _is_integer(n) or n < 1:
+        raise ValueError(f"n: expected at least one response to each prompt, got {n!r}")
+    if seed is not None and not (_is_integer(seed) and 0 <= seed < 2**31):
+        raise ValueError(f"seed: expected an integer of 0 to 2³¹−1, or None, got {seed!r:.100}")
+    return [_encoded(inputs, f"prompt {i}", prompt) for i, prompt in enumerate(prompts)]
+
+
+def _encoded(inputs: Inputs, name: str, prompt: Any) -> tuple[int, ...]:
     if isinstance(prompt, str):
         return tuple(inputs.tokenizer.encode_prompt(prompt))
-    return tuple(int(token) for token in prompt)
+    try:
+        return tuple(operator.index(token) for token in prompt)
+    except TypeError:
+        raise ValueError(
+            f"{name}: expected a text or token ids, got {_shown(prompt)}; fix: encode messages "
+            "with policy.tokenizer.apply_chat_template(messages, add_generation_prompt=True)"
+        ) from None
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer)
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {value!r:.60}"

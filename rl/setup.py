@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax._src import xla_bridge  # no public name for it
 from jax.sharding import Mesh
 
-from models import hf, lora
+from models import (
+    hf,
+    lora,
+    sum_in_order_on_accelerators,
+    sums_in_order_on_accelerators,
+)
 from models.config import ModelConfig
 from models.folder import Folder
 from models.layout import axis_ways
@@ -364,6 +370,36 @@ def engine_mesh(
     return rollout_mesh(devices_here, model.num_kv_heads, ways, tensor)
 
 
+def keep_order(config: TrainConfig) -> None:
+    """Give accelerators one order of sums if passes must find the same bits.
+
+    Call it before the first device is opened, since XLA reads its flags once. Raises ValueError if
+    one on an accelerator is open.
+    """
+    if config.numerics.same_bits is not True or sums_in_order_on_accelerators():
+        return
+    if xla_bridge.backends_are_initialized() and platform_in_use() != "cpu":
+        raise ValueError(
+            "Numerics.same_bits=True: expected to open the devices, got ones that this program has "
+            "opened before with other flags of XLA; fix: open the policy before other calls of jax"
+        )
+    sum_in_order_on_accelerators()
+
+
+def open_mesh(
+    config: TrainConfig, model: ModelConfig, *, own: bool = False
+) -> tuple[Mesh | None, str | None]:
+    """Return the mesh of a policy, and a remark if its passes find other bits.
+
+    Every program that opens a policy calls this before it loads weights. `own`: engines have this
+    process's devices. Raises ValueError.
+    """
+    keep_order(config)
+    mesh = run_mesh(config)
+    engine_mesh(config, model, mesh, own=own)
+    return mesh, check_bits(config, model, mesh)
+
+
 def check_bits(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> str | None:
     """Return why passes find other bits, if anyone wants to know it (`NumericsConfig`).
 
@@ -385,6 +421,8 @@ def _why_other_bits(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) 
         return f"expected CPUs, TPUs or GPUs, whose kernels sum in one order, got a {platform}"
     if config.cluster.rollouts != "local":
         return f"expected Cluster.rollouts='local', got {config.cluster.rollouts!r}"
+    if config.cluster.kind == "ray":
+        return "expected Cluster.kind='local' or 'spmd': workers on Ray have flags of their own"
     if config.sampling.top_p < 1:
         return f"expected Sampling.top_p=1, whose cut is no sum, got {config.sampling.top_p}"
     if platform == "tpu" and (reason := _large_rounds(config, model, mesh)):

@@ -42,7 +42,7 @@ from spec.config import SamplingConfig
 from spec.retrieval.group import DraftServer
 from spec.retrieval.history import GrowingHistory
 from spec.reuse.rollout_cache import RolloutCache
-from spec.sampling import step_key
+from spec.sampling import NOISE_NAMES, step_key
 
 OnFinish = Callable[[list[Sample]], None]
 RENEWED_AFTER = 10_000  # requests of a rollout, whose tables grow with them; then another opens
@@ -61,14 +61,16 @@ class SampleRequest:
     seed: str
 
     def requests(self, number: int, adapter: int, group: int = 0) -> list[Request]:
-        """Return the engine's requests; no other that runs has `number`."""
+        """Return the engine's requests; no other that runs has `number`.
 
-        def noise(i: int) -> int:
-            digest = hashlib.sha256(f"{self.seed}:{i}".encode()).digest()
-            return int.from_bytes(digest[:4], "little") % 2**31
+        Responses count from a place that the seed names: no two of a request share their noise.
+        """
+        digest = hashlib.sha256(self.seed.encode()).digest()
+        first = int.from_bytes(digest[:4], "little")
 
         def one(i: int) -> Request:
-            names = (number + i) * 2**31 + noise(i), self.prompt_ids, group, i
+            noise = (first + i) % NOISE_NAMES
+            names = (number + i) * NOISE_NAMES + noise, self.prompt_ids, group, i
             return Request(*names, sampling=self.sampling, adapter=adapter)
 
         return [one(i) for i in range(self.n)]
@@ -266,7 +268,7 @@ class Stream:
 
     def _end(self, t: Trajectory) -> None:
         """Note a response; hand over the responses of its request if this is the last one."""
-        number = t.request_id // 2**31 - t.sample_index
+        number = t.request_id // NOISE_NAMES - t.sample_index
         running = self._running[number]
         running.done.append(t)
         request = running.request
@@ -277,7 +279,5 @@ class Stream:
         del self._running[number]
         self._places.busy[running.place] -= 1
         running.done.sort(key=lambda one: one.sample_index)
-        tokenizer, version = self._rollouts.inputs.tokenizer, request.sampler.version
-        running.on_finish(
-            [Sample.from_trajectory(t, tokenizer, request.sampling, version) for t in running.done]
-        )
+        sampling, version = request.sampling, request.sampler.version
+        running.on_finish([self._rollouts.to_sample(t, sampling, version) for t in running.done])

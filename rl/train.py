@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from models import sum_in_order_on_accelerators
 from rl import identity, run_folder
 from rl.config import TrainConfig
 from rl.gin.command_line import config_parser, parse_command_line
@@ -28,6 +27,7 @@ from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
 from rl.runtime.run_files import CHECKPOINTS, CONFIG_FILE
 from rl.runtime.signals import leave
+from rl.setup import keep_order
 from rl.unused_settings import unused_settings
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"
@@ -52,8 +52,6 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError, ImportError) as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
-    if config.numerics.same_bits is True:
-        sum_in_order_on_accelerators()
     if args.show_config:
         say(dump(config))
     if args.dry_run:
@@ -92,6 +90,7 @@ def _checked(
     Prints the changes and warnings. Raises ValueError, OSError or ImportError.
     """
     config, before = _resolve(args.gin_file or [], overrides, resume=args.resume)
+    keep_order(config)
     _refuse_open_sizes_of_several(config)
     if not args.resume:
         config.cluster.refuse_unused()

@@ -1,10 +1,13 @@
-"""Settings that differ from their defaults and have no effect in a run."""
+"""Settings that differ from their defaults and have no effect: in a run, in `rl.api`."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from rl.config import TrainConfig
+from rl.gin.grammar import read_override
+from rl.gin.loader import ConfigError
 from spec.budget.config import BANDIT, LEARNED, MODEL
 
 
@@ -76,3 +79,43 @@ def _changed(config: TrainConfig) -> list[str]:
             if getattr(values, field.name) != field.default:
                 changed.append(f"{name}.{field.name}")
     return changed
+
+
+# Sections and fields that `rl.api` and `rl.serve` do not read, and their counterpart there.
+_RUN_SETTINGS = {
+    "Algorithm": "name a loss at forward_backward",
+    "Checkpoint": "call save_state",
+    "Cluster": "a policy has the devices of its process",
+    "Critic": "name a loss at forward_backward",
+    "DataBuffer": "samples have no learned drafter",
+    "DraftModel": "samples have no draft model",
+    "Drafter": "samples have no learned drafter",
+    "DrafterTraining": "samples have no learned drafter",
+    "Drafting": "samples have one engine",
+    "Eval": "sample and score the questions",
+    "Metrics": "log what the calls return",
+    "Optimizer": "give optim_step its Adam",
+    "Reuse": "every response is drawn anew",
+    "Reward": "score the samples",
+    "Run": "the loop is the caller's",
+    "Sched": "samples have one engine",
+    "Rollout.prompts_per_step": "give sample its prompts",
+    "Rollout.group_size": "give sample its n",
+    "Sampling.by_task": "give sample its sampling",
+    "Trainer.inner_updates": "call optim_step as often",
+    "Trainer.minibatches": "call optim_step as often",
+    "Trainer.on_nonfinite": "forward_backward raises ValueError",
+}
+_READ = {"Run.seed"}
+
+
+def refuse_run_settings(settings: Sequence[str]) -> None:
+    """Raise ConfigError for a setting that only `rl.train` reads, not `rl.api` or `rl.serve`."""
+    for setting in settings:
+        name = read_override(setting).name
+        section = name.partition(".")[0]
+        instead = _RUN_SETTINGS.get(name) or _RUN_SETTINGS.get(section)
+        if instead and name not in _READ:
+            raise ConfigError(
+                f"{name}: no effect here, only rl.train reads it; fix: leave it out: {instead}"
+            )

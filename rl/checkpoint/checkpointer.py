@@ -74,7 +74,8 @@ class Checkpointer:
     order. Opening tidies up after a killed run, and raises RuntimeError while another process
     writes to the directory. In the background thread `committed` is called with each complete
     step; then older ones are deleted, but of those that `spared` returns only the arrays whose
-    paths start as in `light`, and linked files.
+    paths start as in `light`, and linked files. With `keeps_all` no step is replaced, set aside or
+    deleted.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Checkpointer:
         committed: Callable[[int], None] = lambda step: None,
         spared: Callable[[], Collection[int]] = tuple,
         light: Sequence[str] = (),
+        keeps_all: bool = False,
     ) -> None:
         if isinstance(directory, Folder):
             self._folder = directory
@@ -99,7 +101,7 @@ class Checkpointer:
             self._folder = Folder(directory, create=True)
         self.directory = self._folder.path
         self.config = config or CheckpointConfig()
-        self._committed, self._spared = committed, spared
+        self._committed, self._spared, self._keeps_all = committed, spared, keeps_all
         self._light = [f"{ARRAYS}/{path}" for path in light] + [f"{FILES_FOLDER}/"] * bool(light)
         self._deadline, self._hangs = deadline or Deadline(), False
         self._parts_done = 0  # of all saves so far
@@ -124,8 +126,9 @@ class Checkpointer:
         """Save a pytree of jax arrays, host state (see `encode_host`) and files.
 
         Waits for the previous save. Afterwards `arrays` may be donated, `host` changed and `files`
-        deleted. Replaces a step that exists and sets later ones aside. Raises TypeError or
-        ValueError for values that cannot be saved, SaveError, Hang, and the previous save's error.
+        deleted. Replaces a step that exists and sets later ones aside, or raises FileExistsError if
+        this one `keeps_all`. Raises TypeError or ValueError for values that cannot be saved,
+        SaveError, Hang, and the previous save's error.
         """
         self.wait()
         self._take_turn()
@@ -159,6 +162,11 @@ class Checkpointer:
                 flat = flatten(arrays, concrete=True)
                 if not self._processes.is_first:
                     return flat, None, {}
+                if self._keeps_all and folders.has_step(self._folder, step):
+                    raise FileExistsError(
+                        f"{self.directory} has step {step} already, which is not replaced; "
+                        "fix: save to another folder, or delete that one"
+                    )
                 state = encode_host(host or {})
                 with self._disk_errors(step):
                     return flat, state, self._begin(working.name, files)
@@ -226,7 +234,9 @@ class Checkpointer:
 
     def tidy(self) -> None:
         """Delete the steps that are not to be kept: after a save, or after a kill in one."""
-        if not self._processes.is_first or not (steps := folders.list_steps(self._folder)):
+        if self._keeps_all or not self._processes.is_first:
+            return
+        if not (steps := folders.list_steps(self._folder)):
             return
         newest = folders.step_folder(self.directory, steps[0])
         if steps[0] == self._published or not manifest.verify(newest, contents=False):
@@ -325,7 +335,7 @@ class Checkpointer:
             with self._disk_errors(step):
                 manifest.write_manifest(working, extra, known, self._hashed(working))
                 self._parts_done += 1
-                folders.publish(self._folder, step)
+                folders.publish(self._folder, step, sets_aside=not self._keeps_all)
                 self._published = step
                 self._committed(step)
                 self.tidy()

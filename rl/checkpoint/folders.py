@@ -49,6 +49,11 @@ def list_steps(directory: Path | Folder) -> list[int]:
     return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
+def has_step(directory: Folder, step: int) -> bool:
+    """Return whether there is anything under the name of the step's folder."""
+    return directory.exists(step_folder(directory.path, step).name)
+
+
 def written_bytes(directory: Path) -> int:
     """Return the bytes in the folders that are being filled, whose files may come and go."""
     total = 0
@@ -75,9 +80,9 @@ def recover(directory: Folder) -> None:
     directory.sync()
 
 
-def publish(directory: Folder, step: int) -> None:
-    """Make the working folder of `step` its checkpoint; set later steps aside."""
-    for later in list_steps(directory):
+def publish(directory: Folder, step: int, *, sets_aside: bool = True) -> None:
+    """Make the working folder of `step` its checkpoint; set later steps aside, or leave them."""
+    for later in list_steps(directory) if sets_aside else ():
         if later > step:
             name, tries = step_folder(directory.path, later).name, 1
             aside = f"abandoned-{name}"

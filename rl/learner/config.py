@@ -154,8 +154,8 @@ class NumericsConfig:
     If all passes sum in one order, decoding, drafts, reuse and training find the same bits, in
     bfloat16 too: drafts change no token, and ratios of a batch's first update are 1. CPUs do so
     unless a size does not fit; TPUs and Hopper GPUs if `same_bits` is True, with products that no
-    device has timed yet. If passes cannot, True stops a run at its start, "auto" prints the reason,
-    False does nothing.
+    device has timed yet. If passes cannot, each program that opens a policy refuses True; "auto"
+    prints the reason, False does nothing.
     """
 
     same_bits: bool | Literal["auto"] = "auto"

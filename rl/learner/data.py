@@ -12,11 +12,12 @@ import numpy as np
 
 from models.config import ModelConfig
 from rl.learner import micro_batches
+from rl.learner.drawn import DrawnResponses
 from rl.learner.micro_batches import MicroBatch, Packed
 from rl.packing import Response, Shape
 from spec.config import SamplingConfig
 
-FLOATS = "weights", "logprobs", "advantages"
+FLOATS = "weights", "logprobs", "advantages", "low", "high"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,8 +25,9 @@ class Datum:
     """A sequence: `tokens` [T], the token to predict at each place, and the inputs of its loss.
 
     float32 [T]: `weights` of the places (default 1), `logprobs` of the targets under the policy
-    that drew them, `advantages` (default 0). `sampling` is the distribution of the log-probs
-    (default: the policy's, at temperature 1).
+    that drew them, `advantages`, and bounds of the ratio, `low` and `high` (default: the loss's
+    settings). `sampling` is the distribution of the log-probs. Without it, log-probs of responses
+    of this policy are of the distribution that drew them; all others of temperature 1, uncut.
     """
 
     tokens: Any
@@ -34,6 +36,8 @@ class Datum:
     logprobs: Any = None
     advantages: Any = None
     sampling: SamplingConfig | None = None
+    low: Any = None
+    high: Any = None
 
     @classmethod
     def of(cls, sample: Any, advantage: float = 0.0) -> Self:
@@ -63,12 +67,17 @@ class Output:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DatumInputs:
-    """The inputs of the loss at the places of E data; [E, M], float32 and a bool mask."""
+    """The inputs of the loss at the places of E data; [E, M], float32 and a bool mask.
+
+    The bounds of the ratio are None if no datum has any.
+    """
 
     mask_EM: Any
     weights_EM: Any
     logprobs_EM: Any
     advantages_EM: Any
+    low_EM: Any = None
+    high_EM: Any = None
 
 
 def _check(data: Sequence[Datum], model: ModelConfig, max_tokens: int) -> None:
@@ -106,19 +115,35 @@ def _check_one(name: str, datum: Datum, model: ModelConfig, max_tokens: int) -> 
             raise ValueError(f"{name}: expected {length} finite numbers as {field}")
 
 
-def pack(data: Sequence[Datum], model: ModelConfig, shape: Shape) -> list[Packed]:
-    """Return micro-batches of the data, each in one row. Raises ValueError if one does not fit."""
+def pack(
+    data: Sequence[Datum],
+    model: ModelConfig,
+    shape: Shape,
+    drawn: DrawnResponses,
+    bounds: tuple[float, float] | None = None,
+) -> list[Packed]:
+    """Return micro-batches of the data, each in one row. Raises ValueError if one does not fit.
+
+    `bounds` are the ratio's for places without any, and None if the loss has none.
+    """
     _check(data, model, shape.length)
+    if all(datum.low is None and datum.high is None for datum in data):
+        bounds = None
 
     def fill(batch: MicroBatch, e: int, i: int, places: np.ndarray) -> None:
         datum = data[i]
         batch.targets_BT.reshape(-1)[places] = datum.targets
         batch.processing_BT.put(places, datum.sampling or SamplingConfig())
-        for name, values in vars(_inputs_of(datum)).items():
-            getattr(batch.inputs, name)[e, : len(datum)] = values
+        if datum.sampling is None and datum.logprobs is not None:
+            for part, sampling in drawn.find(datum.tokens, datum.targets, datum.logprobs):
+                batch.processing_BT.put(places[part], sampling)
+        for name, values in vars(_inputs_of(datum, bounds)).items():
+            if values is not None:
+                getattr(batch.inputs, name)[e, : len(datum)] = values
 
     responses = [_response(i, datum) for i, datum in enumerate(data)]
-    return micro_batches.pack(responses, shape, partial(_empty, shape), fill)
+    blank = partial(_empty, shape, has_bounds=bounds is not None)
+    return micro_batches.pack(responses, shape, blank, fill)
 
 
 def _response(number: int, datum: Datum) -> Response:
@@ -128,28 +153,35 @@ def _response(number: int, datum: Datum) -> Response:
     return Response(f"datum {number}", number, tokens[:1], np.append(tokens[1:], targets[-1:]))
 
 
-def _empty(shape: Shape) -> MicroBatch:
+def _empty(shape: Shape, *, has_bounds: bool) -> MicroBatch:
     """Return a micro-batch without data."""
     batch = micro_batches.empty(shape)
 
     def floats_EM() -> np.ndarray:
         return np.zeros((shape.samples, shape.length), np.float32)
 
-    mask_EM = np.zeros((shape.samples, shape.length), bool)
-    inputs: Any = DatumInputs(mask_EM, floats_EM(), floats_EM(), floats_EM())
+    inputs: Any = DatumInputs(
+        mask_EM=np.zeros((shape.samples, shape.length), bool),
+        weights_EM=floats_EM(),
+        logprobs_EM=floats_EM(),
+        advantages_EM=floats_EM(),
+        low_EM=floats_EM() if has_bounds else None,
+        high_EM=floats_EM() if has_bounds else None,
+    )
     return dataclasses.replace(batch, inputs=inputs)
 
 
-def _inputs_of(datum: Datum) -> DatumInputs:
+def _inputs_of(datum: Datum, bounds: tuple[float, float] | None) -> DatumInputs:
     """Return the loss's inputs of one datum, [T]."""
-    ones, zeros = np.ones(len(datum), np.float32), np.zeros(len(datum), np.float32)
 
-    def values(given: Any, default: np.ndarray) -> np.ndarray:
-        return default if given is None else np.asarray(given, np.float32)
+    def values(given: Any, default: float) -> np.ndarray:
+        return np.full(len(datum), default, np.float32) if given is None else np.asarray(given)
 
     return DatumInputs(
-        mask_EM=ones > 0,
-        weights_EM=values(datum.weights, ones),
-        logprobs_EM=values(datum.logprobs, zeros),
-        advantages_EM=values(datum.advantages, zeros),
+        mask_EM=np.ones(len(datum), bool),
+        weights_EM=values(datum.weights, 1.0),
+        logprobs_EM=values(datum.logprobs, 0.0),
+        advantages_EM=values(datum.advantages, 0.0),
+        low_EM=None if bounds is None else values(datum.low, bounds[0]),
+        high_EM=None if bounds is None else values(datum.high, bounds[1]),
     )

@@ -124,7 +124,9 @@ def loss(
     if inputs.critic is not None:
         advantages_BT = inputs.critic.advantages_BT
     loss_BT, ratio_BT = policy_loss(algorithm, logprobs_BT, old_BT, advantages_BT, mask_BT)
-    per_token = _policy_statistics(algorithm, ratio_BT, advantages_BT) | {"entropy": entropy_BT}
+    per_token = _policy_statistics(algorithm, ratio_BT, advantages_BT) | {
+        "batch/entropy": entropy_BT
+    }
     if config.importance is not None:
         # REINFORCE has no ratio: the weight follows the policy through the batch
         now_BT = logprobs_BT if algorithm.policy_loss == "reinforce" else old_BT
@@ -183,6 +185,7 @@ def _by_origin(d_BT: jax.Array, origins_BT: jax.Array, mask_BT: jax.Array) -> di
 
 
 BY_ORIGIN, COUNT = "emission_kl/", "emission_tokens/"
+CLIPPED = "clip_ratio/"
 MAXIMA = {  # metric → (statistic, sign): the largest of sign · statistic
     "sampling/sampling_logp_difference/max": ("sampling/sampling_logp_difference/mean", 1.0),
     "ratio/max": ("ratio/mean", 1.0),
@@ -223,15 +226,23 @@ def add_statistics(left: TokenStatistics, right: TokenStatistics) -> TokenStatis
     )
 
 
-def metrics_of(statistics: TokenStatistics) -> dict[str, float]:
-    """Means over tokens, maxima and the summed loss, under TRL's names; host floats."""
+def metrics_of(
+    statistics: TokenStatistics, num_response_tokens: int | None = None
+) -> dict[str, float]:
+    """Means over tokens, maxima and the summed loss, under TRL's names; host floats.
+
+    Shares of clipped tokens are of `num_response_tokens`, by default of the tokens in the
+    statistics: tokens without an advantage need no pass, and are never clipped.
+    """
     sums = {name: float(value) for name, value in statistics.sums.items()}
     tokens = max(sums["tokens"], 1.0)
+    clip_tokens = tokens if num_response_tokens is None else max(num_response_tokens, 1)
     means = {
-        name: value / (1.0 if name == "loss" else tokens)
+        name: value / (clip_tokens if name.startswith(CLIPPED) else tokens)
         for name, value in sums.items()
-        if name != "tokens" and not name.startswith((BY_ORIGIN, COUNT))
+        if name not in ("tokens", "loss") and not name.startswith((BY_ORIGIN, COUNT))
     }
+    means["loss"] = sums["loss"]
     for origin in (o.name.lower() for o in Origin):  # origins without tokens have no mean
         if count := sums[f"{COUNT}{origin}"]:
             means[f"{BY_ORIGIN}{origin}"] = sums[f"{BY_ORIGIN}{origin}"] / count

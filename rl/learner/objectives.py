@@ -20,6 +20,7 @@ from models.transformer import Params
 from rl.learner import logprobs, trainer
 from rl.learner.config import TrainSpec
 from rl.learner.data import Datum, DatumInputs, pack
+from rl.learner.drawn import DrawnResponses
 from rl.learner.gradient_accumulation import Network, whole
 from rl.learner.losses import TokenStatistics
 from rl.learner.micro_batches import MicroBatch
@@ -30,14 +31,30 @@ from rl.packing import Shape
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossSettings:
-    """Bounds of the ratio ρ = p / q in `ppo`, `cispo` and `gspo`, and β of `dro`."""
+    """Bounds of the ratio in `ppo`, `cispo` and `gspo`, and β of `dro`.
 
-    low: Any = 0.8
-    high: Any = 1.2
-    beta: Any = 0.05
+    None is the loss's default (`LOSSES`).
+    """
+
+    low: Any = None
+    high: Any = None
+    beta: Any = None
 
 
 TokenLoss = Callable[[jax.Array, DatumInputs, LossSettings], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A loss per place, and the defaults of the settings that it reads."""
+
+    per_place: TokenLoss
+    defaults: LossSettings = LossSettings()
+    has_ratio: bool = True  # of the policy to the one that drew the target
+
+    @property
+    def has_bounds(self) -> bool:
+        return self.defaults.low is not None
 
 
 def _cross_entropy(logp_EM: jax.Array, x: DatumInputs, settings: LossSettings) -> jax.Array:
@@ -52,8 +69,15 @@ def _ppo(logp_EM: jax.Array, x: DatumInputs, settings: LossSettings) -> jax.Arra
     return _clipped(jnp.exp(logp_EM - x.logprobs_EM), x, settings)
 
 
+def _clip(ratio_EM: jax.Array, x: DatumInputs, settings: LossSettings) -> jax.Array:
+    """Return the ratio within the bounds of its place, or of the settings if data have none."""
+    low = settings.low if x.low_EM is None else x.low_EM
+    high = settings.high if x.high_EM is None else x.high_EM
+    return jnp.clip(ratio_EM, low, high)
+
+
 def _clipped(ratio_EM: jax.Array, x: DatumInputs, settings: LossSettings) -> jax.Array:
-    clipped_EM = jnp.clip(ratio_EM, settings.low, settings.high)
+    clipped_EM = _clip(ratio_EM, x, settings)
     return -jnp.minimum(ratio_EM * x.advantages_EM, clipped_EM * x.advantages_EM)
 
 
@@ -66,7 +90,7 @@ def _gspo(logp_EM: jax.Array, x: DatumInputs, settings: LossSettings) -> jax.Arr
 
 def _cispo(logp_EM: jax.Array, x: DatumInputs, settings: LossSettings) -> jax.Array:
     ratio_EM = jnp.exp(jax.lax.stop_gradient(logp_EM) - x.logprobs_EM)
-    return -jnp.clip(ratio_EM, settings.low, settings.high) * x.advantages_EM * logp_EM
+    return -_clip(ratio_EM, x, settings) * x.advantages_EM * logp_EM
 
 
 def _dro(logp_EM: jax.Array, x: DatumInputs, settings: LossSettings) -> jax.Array:
@@ -83,19 +107,43 @@ def _dro(logp_EM: jax.Array, x: DatumInputs, settings: LossSettings) -> jax.Arra
 #   gspo                  −min(s·A, clip(s, low, high)·A)                 arXiv 2507.18071, 4.3
 # The value of s is the exponential of the mean log ρ of a datum's places with a weight, its
 # gradient the one of log p.
-LOSSES: Mapping[str, TokenLoss] = {
-    "cross_entropy": _cross_entropy,
-    "importance_sampling": _importance_sampling,
-    "ppo": _ppo,
-    "cispo": _cispo,
-    "dro": _dro,
-    "gspo": _gspo,
+#
+# Sources of the defaults: ppo and cispo (no lower bound, as in its paper), Tinker's tutorial 202,
+# "Loss Functions"; dro, Tinker's page "Loss Functions"; gspo, its paper, section 5.1.
+LOSSES: Mapping[str, Loss] = {
+    "cross_entropy": Loss(_cross_entropy, has_ratio=False),
+    "importance_sampling": Loss(_importance_sampling),
+    "ppo": Loss(_ppo, LossSettings(low=0.8, high=1.2)),
+    "cispo": Loss(_cispo, LossSettings(low=0.0, high=4.0)),
+    "dro": Loss(_dro, LossSettings(beta=0.05)),
+    "gspo": Loss(_gspo, LossSettings(low=1 - 3e-4, high=1 + 4e-4)),
 }
 
 
-def default_settings(loss: str) -> LossSettings:
-    """Return a loss's settings; the bounds of `gspo` are its paper's (section 5.1)."""
-    return LossSettings(1 - 3e-4, 1 + 4e-4) if loss == "gspo" else LossSettings()
+def complete(loss: str, settings: LossSettings | None) -> LossSettings:
+    """Return a loss's settings, with its defaults for the others. Raises ValueError."""
+    if loss not in LOSSES:
+        raise ValueError(f"expected a loss of {', '.join(LOSSES)}, got {loss!r}")
+    defaults = vars(LOSSES[loss].defaults)
+    values = {name: x for name, x in vars(settings or LossSettings()).items() if x is not None}
+    if unread := [name for name in values if defaults[name] is None]:
+        reads = [name for name, x in defaults.items() if x is not None]
+        raise ValueError(f"{loss} reads {', '.join(reads) or 'no settings'}, got {unread[0]}")
+    whole = dataclasses.replace(LOSSES[loss].defaults, **values)
+    if LOSSES[loss].has_bounds and not whole.low <= whole.high:
+        raise ValueError(f"{loss}: expected low <= high, got {whole.low} and {whole.high}")
+    return whole
+
+
+def check_inputs(loss: str, data: Sequence[Datum]) -> None:
+    """Raise ValueError for data without the inputs of a loss, or with bounds that it ignores."""
+    for i, datum in enumerate(data):
+        for name in ("logprobs", "advantages") if LOSSES[loss].has_ratio else ():
+            if getattr(datum, name) is None:
+                raise ValueError(f"datum {i}: {loss} needs {name}, got none")
+        for name in () if LOSSES[loss].has_bounds else ("low", "high"):
+            if getattr(datum, name) is not None:
+                raise ValueError(f"datum {i}: {loss} has no bounds, got {name}")
 
 
 def _loss(
@@ -120,23 +168,26 @@ def _loss(
 NETWORKS = {
     name: Network(
         trained_specs,
-        partial(_loss, token_loss),
+        partial(_loss, one.per_place),
         lambda recipe: recipe.optimizer,
         lambda recipe: TokenStatistics({}, {}),
     )
-    for name, token_loss in LOSSES.items()
+    for name, one in LOSSES.items()
 }
 
 
 def target_logprobs(
-    params: Params, data: Sequence[Datum], shape: Shape, recipe: TrainSpec
+    params: Params, data: Sequence[Datum], drawn: DrawnResponses, shape: Shape, recipe: TrainSpec
 ) -> list[np.ndarray]:
     """Return the log-probs of each datum's targets, float32 [T]. Raises ValueError."""
 
     def run(batch: MicroBatch) -> jax.Array:
         return logprobs.token_logprobs(params, batch, recipe=recipe)[0]
 
-    return logprobs.fetched(run, pack(data, recipe.model, shape), list(map(len, data)), shape)
+    packed = pack(data, recipe.model, shape, drawn)
+    result = logprobs.fetched(run, packed, list(map(len, data)), shape)
+    drawn.note_scored(data, result)
+    return result
 
 
 @partial(jax.jit, static_argnames=("loss", "recipe"))
@@ -150,7 +201,7 @@ def evaluate(
     recipe: TrainSpec,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the log-probs [E, M] and the losses [E] of a micro-batch's data."""
-    _, (_, _, outputs) = _loss(LOSSES[loss], trained, base, batch, settings, recipe)
+    _, (_, _, outputs) = _loss(LOSSES[loss].per_place, trained, base, batch, settings, recipe)
     return replicated(outputs)
 
 

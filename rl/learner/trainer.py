@@ -246,10 +246,10 @@ def update(
 
     `state` is donated. `step` (the training step) and the learner's seed order the minibatches.
     Metrics have TRL's names: means over tokens and optimizer steps, `lr` the last. Samples without
-    a gradient (advantage 0, no KL) count in the loss's divisor, but no pass is spent on them; if no
-    sample has one the optimizer makes no step. `on_pass` is called after passes, with whether
-    nothing is applied yet: an error that it raises then leaves `state` whole. With a critic,
-    `advantages` are not used.
+    a gradient (advantage 0, no KL) count in the loss's divisor, but no pass is spent on them:
+    ratios and `batch/entropy` are of the others. If no sample has one the optimizer makes no step.
+    `on_pass` is called after passes, with whether nothing is applied yet: an error that it raises
+    then leaves `state` whole. With a critic, `advantages` are not used.
 
     Raises NonFiniteUpdate before such an update is applied, or calls `on_skip`
     (`Trainer.on_nonfinite`). Raises ValueError if a sample does not fit the shape, or a reference
@@ -279,6 +279,7 @@ def update(
         applied += inputs.moves
         steps.append((inputs, reports))
     counts = {
+        "entropy": _entropy(trajectories),
         "batch/samples": float(len(samples)),
         "batch/left_out": float(len(trajectories) - len(samples)),
         "batch/optimizer_steps": float(applied),
@@ -287,6 +288,15 @@ def update(
         "update/without_gradient": float(max(len(steps), not samples) - applied),
     }
     return state, _metrics(steps, counts, critic_metrics) if steps else counts
+
+
+def _entropy(trajectories: Sequence[Trajectory]) -> float:
+    """Return the mean of −log p over all tokens drawn: the mean entropy, without a bias.
+
+    The exact one would take a pass over responses without a gradient.
+    """
+    total = sum(t.logprobs.sum(dtype=np.float64) for t in trajectories)
+    return -float(total) / max(sum(t.num_tokens for t in trajectories), 1)
 
 
 def _minibatches(
@@ -368,7 +378,8 @@ def _reference(learner: Learner) -> Params:
 class _StepInputs:
     """One optimizer step: its samples' packed micro-batches, and the scalars of its losses.
 
-    Without `moves` no sample has a gradient, and nothing is applied.
+    `num_tokens` are of all its responses, also of the ones that are left out because they have no
+    gradient. Without `moves` no sample has one, and nothing is applied.
     """
 
     samples: Sequence[TrainSample]
@@ -376,6 +387,7 @@ class _StepInputs:
     scalars: StepScalars
     where: str
     moves: bool
+    num_tokens: int
 
     @classmethod
     def of(
@@ -393,7 +405,7 @@ class _StepInputs:
         used = moving or samples  # for the statistics
         assert learner.shape.copies == ways_in_use("copies"), "micro-batches of another mesh"
         packed = micro_batches.micro_batches(used, learner.shape)
-        return cls(used, packed, scalars, where, bool(moving))
+        return cls(used, packed, scalars, where, bool(moving), num_tokens)
 
 
 def _optimizer_step(
@@ -437,7 +449,8 @@ def _metrics(
 ) -> dict[str, float]:
     """One set of metrics from all optimizer steps; the mismatch from the first, the unmoved one."""
     reports = [reports_N[0] for _, reports_N in steps]
-    metrics = losses.metrics_of(gradient_accumulation.summed(reports))
+    num_tokens = sum(inputs.num_tokens for inputs, _ in steps)
+    metrics = losses.metrics_of(gradient_accumulation.summed(reports), num_tokens)
     first = losses.metrics_of(reports[0].statistics)
     unmoved = {name: first[name] for name in losses.MISMATCH if name in first}
     metrics = {k: v for k, v in metrics.items() if k not in losses.MISMATCH} | unmoved

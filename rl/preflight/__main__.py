@@ -29,6 +29,7 @@ from rl.rewards.config import validate
 from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
 from rl.runtime.run_files import resolve_path
+from rl.setup import keep_order
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"  # as of rl.train
 SHIPPED = Path("configs/real")  # shapes of published policies
@@ -63,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
         check_sections(config, model)
         validate(config.reward)
         targets.prepare(target)
+        keep_order(config)
         return _preflight(config, model, target, args)
     except (ValueError, OSError, ImportError) as error:
         say(f"error: {error}", sys.stderr)

@@ -30,6 +30,7 @@ from rl.memory import (
     num_bytes,
 )
 from rl.runtime.run_files import resolve_path
+from rl.setup import check_bits
 from rl.speculation.device_drafters import (
     DeviceDrafters,
     DeviceDrafterSource,
@@ -94,6 +95,8 @@ class RunPrograms:
         self.layout = divide(config, model, len(devices), len(groups))
         trains, rolls = self.layout.num_training, self.layout.num_rollout
         self.mesh = make_mesh(config.mesh, [d for group in groups for d in group[:trains]])
+        with jax.set_mesh(self.mesh):  # the target's platform is in use there
+            check_bits(self.config, model, self.mesh)
         tensor, size = (self.layout.worker_mesh[axis] for axis in ("tensor", "data"))
         place = [d for group in groups for d in group[-rolls:]][: tensor * size]
         self.worker_mesh = make_mesh(MeshConfig(tensor=tensor), place)

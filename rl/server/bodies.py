@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rl.api import Adam, Datum, LossSettings, Output, Sample, default_settings
+from rl.api import LOSSES, Adam, Datum, LossSettings, Output, Sample, complete
 from rl.server import wire
 from spec.config import SamplingConfig
 
@@ -18,7 +17,8 @@ T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 INPUTS = {"target_tokens", "weights", "logprobs", "advantages"}
 RATIO_MASK = "sequence_ratio_mask"  # gspo's, in place of weights
-BOUNDS = {"clip_low_threshold": "low", "clip_high_threshold": "high", "beta": "beta"}
+BOUNDS = {"clip_low_threshold": "low", "clip_high_threshold": "high"}
+SETTINGS = BOUNDS | {"beta": "beta"}
 MAX_SAMPLES = 1024
 SHORT = {"attn": "attention", "mlp": "mlp", "unembed": "head"}  # parts of a policy, by short names
 _REQUIRED: Any = object()
@@ -146,6 +146,8 @@ def parse_datum(message: Any, loss: str) -> Datum:
     tokens = np.concatenate(parts) if parts else np.zeros(0, np.int32)
     inputs = {name: wire.array(tensor) for name, tensor in message.loss_fn_inputs.items()}
     known = INPUTS - {"weights"} | {RATIO_MASK} if loss == "gspo" else INPUTS
+    if LOSSES[loss].has_bounds:
+        known = known | BOUNDS.keys()
     if unknown := sorted(inputs.keys() - known):
         raise ValueError(
             f"loss_fn_inputs: expected {', '.join(sorted(known))}, got {unknown[0]!r:.100}"
@@ -158,21 +160,31 @@ def parse_datum(message: Any, loss: str) -> Datum:
     targets = inputs.pop("target_tokens")
     if targets.ndim != 1:
         raise ValueError(f"target_tokens: expected one for each token, got shape {targets.shape}")
-    weights, logprobs, advantages = map(inputs.get, ("weights", "logprobs", "advantages"))
-    return Datum(tokens, targets, weights, logprobs, advantages)
+    return Datum(
+        tokens,
+        targets,
+        weights=inputs.get("weights"),
+        logprobs=inputs.get("logprobs"),
+        advantages=inputs.get("advantages"),
+        low=inputs.get("clip_low_threshold"),
+        high=inputs.get("clip_high_threshold"),
+    )
 
 
 def loss_settings(message: Any) -> LossSettings:
-    """Return the settings of a loss. Raises ValueError for unknown ones."""
+    """Return the settings of a loss. Raises ValueError for ones that it does not read."""
+    defaults = complete(message.loss_fn, None)
+    known = [name for name, field in SETTINGS.items() if getattr(defaults, field) is not None]
     values = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         values[name] = value.text or value.number
-    if unknown := sorted(values.keys() - BOUNDS.keys()):
-        raise ValueError(f"loss_fn_config: expected {', '.join(BOUNDS)}, got {unknown[0]!r:.100}")
+    if unknown := sorted(values.keys() - known):
+        reads = f"{', '.join(known) or 'nothing'} for {message.loss_fn}"
+        raise ValueError(f"loss_fn_config: expected {reads}, got {unknown[0]!r:.100}")
     if any(not isinstance(x, float) or not math.isfinite(x) for x in values.values()):
         raise ValueError("loss_fn_config: expected finite numbers")
-    given = {BOUNDS[name]: x for name, x in values.items()}
-    return dataclasses.replace(default_settings(message.loss_fn), **given)
+    given = {SETTINGS[name]: x for name, x in values.items()}
+    return complete(message.loss_fn, LossSettings(**given))
 
 
 def trained(output: Output) -> bytes:

@@ -84,7 +84,7 @@ def test_samples_are_those_of_generate_by_the_seed(policy):
 def test_log_probs_are_those_of_the_trainer_at_any_temperature(policy):
     for sampling in (SamplingConfig(max_new_tokens=9), SamplingConfig(0.6, top_k=5)):
         sampling = dataclasses.replace(sampling, max_new_tokens=9)
-        samples = [s for group in policy.sample(PROMPTS, 2, sampling) for s in group]
+        samples = [s for group in policy.sample(PROMPTS, 2, sampling, seed=0) for s in group]
         found = policy.forward([api.Datum.of(s) for s in samples])
         for sample, logprobs in zip(samples, found, strict=True):
             before = len(sample.prompt_ids) - 1
@@ -95,7 +95,9 @@ def test_log_probs_are_those_of_the_trainer_at_any_temperature(policy):
 def test_drafts_change_no_token(tiny, policy, budget):
     drafting = open_policy(tiny, ONE, f"Speculation.budget='{budget}'", "Engine.max_nodes=4")
     for _ in range(2):  # from history in the second
-        assert tokens(drafting.sample(PROMPTS, n=4)) == tokens(policy.sample(PROMPTS, n=4))
+        assert tokens(drafting.sample(PROMPTS, 4, seed=0)) == tokens(
+            policy.sample(PROMPTS, 4, seed=0)
+        )
     assert drafting._rollouts.engine.stats.timeline
 
 
@@ -115,8 +117,8 @@ def test_a_drafter_of_the_caller_changes_no_token(policy):
             Counting.asked += 1
             return super().propose(*args, **options)
 
-    found = policy.sample(PROMPTS, n=4, drafter=Counting())
-    assert tokens(found) == tokens(policy.sample(PROMPTS, n=4))
+    found = policy.sample(PROMPTS, n=4, seed=0, drafter=Counting())
+    assert tokens(found) == tokens(policy.sample(PROMPTS, n=4, seed=0))
     assert Counting.asked > 0
 
 
@@ -141,7 +143,7 @@ def reference_loss(params, model, data, name):
             "cross_entropy": -logp_T,
             "importance_sampling": -ratio_T * a_T,
             "ppo": -jax.numpy.minimum(ratio_T * a_T, clipped_T * a_T),
-            "cispo": -jax.lax.stop_gradient(clipped_T) * a_T * logp_T,
+            "cispo": -jax.lax.stop_gradient(jax.numpy.clip(ratio_T, 0.0, 4.0)) * a_T * logp_T,
             "dro": -(logp_T * a_T - 0.025 * d_T**2),
             "gspo": -jax.numpy.minimum(s_T * a_T, clipped_s_T * a_T),
         }[name]
@@ -274,7 +276,7 @@ def test_a_saved_state_continues_to_the_bit(tiny, tmp_path, lora):
     train(again, 1, first=2)
     for x, y in zip(leaves(whole), leaves(again), strict=True):
         np.testing.assert_array_equal(x, y)
-    assert tokens(whole.sample(PROMPTS, 2)) == tokens(again.sample(PROMPTS, 2))
+    assert tokens(whole.sample(PROMPTS, 2, seed=0)) == tokens(again.sample(PROMPTS, 2, seed=0))
 
 
 @pytest.mark.parametrize("lora", [(), LORA], ids=["all", "lora"])
@@ -290,16 +292,16 @@ def test_an_export_is_the_policy(tiny, tmp_path, lora):
     used = slice(0, 18)  # the rest is padding
     np.testing.assert_allclose(found[..., used], wanted[..., used], atol=2e-4)
     exported = api.Policy(str(tmp_path / "own"), *SIZES, ONE)
-    assert tokens(exported.sample(PROMPTS, 2)) == tokens(policy.sample(PROMPTS, 2))
+    assert tokens(exported.sample(PROMPTS, 2, seed=0)) == tokens(policy.sample(PROMPTS, 2, seed=0))
     with pytest.raises(ValueError, match="is the policy that is read"):
         policy.export(policy.config.policy.directory)
 
 
 def test_samples_are_of_the_weights_of_the_moment(tiny):
     policy = open_policy(tiny)
-    before = policy.sample(PROMPTS, 4)
+    before = policy.sample(PROMPTS, 4, seed=0)
     train(policy, 3)
-    after = policy.sample(PROMPTS, 4)
+    after = policy.sample(PROMPTS, 4, seed=0)
     assert tokens(before) != tokens(after) and after[0][0].version == 3
     found = policy.forward([api.Datum.of(after[0][0])])[0]
     shared = len(after[0][0].prompt_ids) - 1
@@ -308,9 +310,10 @@ def test_samples_are_of_the_weights_of_the_moment(tiny):
 
 def test_a_sampler_keeps_the_weights_of_its_moment(tiny):
     policy = open_policy(tiny)
-    sampler, before = policy.sampler(), policy.sample(PROMPTS, 4)
+    sampler, before = policy.sampler(), policy.sample(PROMPTS, 4, seed=0)
     train(policy, 3)
-    assert tokens(sampler.sample(PROMPTS, 4)) == tokens(before) != tokens(policy.sample(PROMPTS, 4))
+    assert tokens(sampler.sample(PROMPTS, 4, seed=0)) == tokens(before)
+    assert tokens(policy.sample(PROMPTS, 4, seed=0)) != tokens(before)
     one = before[0][0]
     found = sampler.forward([api.Datum.of(one)])[0]
     np.testing.assert_allclose(found[len(one.prompt_ids) - 1 :], one.logprobs, atol=1e-5)
@@ -319,10 +322,11 @@ def test_a_sampler_keeps_the_weights_of_its_moment(tiny):
 def test_adapters_of_one_policy_share_its_weights_alone(tiny):
     first = open_policy(tiny, ONE, *LORA)
     second = first.with_new_adapter(seed=1)
-    plain = tokens(open_policy(tiny).sample(PROMPTS, 4))
-    assert tokens(first.sample(PROMPTS, 4)) == plain  # B is 0
+    plain = tokens(open_policy(tiny).sample(PROMPTS, 4, seed=0))
+    assert tokens(first.sample(PROMPTS, 4, seed=0)) == plain  # B is 0
     train(second, 3)
-    assert tokens(first.sample(PROMPTS, 4)) == plain != tokens(second.sample(PROMPTS, 4))
+    assert tokens(first.sample(PROMPTS, 4, seed=0)) == plain
+    assert tokens(second.sample(PROMPTS, 4, seed=0)) != plain
     assert (first.version, second.version) == (0, 3)
     shared = first._learner.base
     assert second._learner.base is shared
@@ -387,7 +391,9 @@ def test_a_lower_rank_and_fewer_parts_stay_as_they_are(tiny):
 @pytest.mark.parametrize("loss", api.LOSSES)
 def test_a_loss_without_a_gradient_is_that_of_the_pass_with_one(policy, loss):
     """Other lengths compile nothing."""
-    data, settings = some_data(policy), api.LossSettings(0.7, 1.1, 0.2)
+    data, reads = some_data(policy), vars(api.LOSSES[loss].defaults)
+    others = {"low": 0.7, "high": 1.1, "beta": 0.2}
+    settings = api.LossSettings(**{k: x for k, x in others.items() if reads[k] is not None})
     found = policy.evaluate(data, loss, settings)
     wanted = policy.forward_backward(data, loss, settings)
     policy._total = None  # the fixture has no gradients
@@ -449,7 +455,7 @@ def test_a_mesh_has_the_gradients_of_one_device(tiny):
 def test_a_teacher_and_a_student(tiny):
     teacher, student = open_policy(tiny), open_policy(tiny, ONE, *LORA)
     train(teacher, 3)
-    samples = [s for group in teacher.sample(PROMPTS, n=8) for s in group]
+    samples = [s for group in teacher.sample(PROMPTS, n=8, seed=0) for s in group]
     data = [api.Datum.of(s) for s in samples]
     losses = []
     for _ in range(5):
@@ -457,3 +463,118 @@ def test_a_teacher_and_a_student(tiny):
         student.optim_step(api.Adam(learning_rate=0.02))
     assert losses[-1] < 0.9 * losses[0]
     assert len(jax.tree.leaves(trained_part(student._state.params))) < len(leaves(teacher))
+
+
+# -- noise ----------------------------------------------------------------------------------
+
+
+def test_calls_without_a_seed_have_new_noise_and_start_alike(tiny, policy, tmp_path):
+    one, other = open_policy(tiny), open_policy(tiny)
+    calls = [tokens(one.sample(PROMPTS, 4)) for _ in range(3)]
+    assert len({str(call) for call in calls}) == 3
+    assert [tokens(other.sample(PROMPTS, 4)) for _ in range(2)] == calls[:2]
+    assert all(tokens(policy.sample(PROMPTS, 4, seed=i)) not in calls for i in range(4))
+    other.save_state(tmp_path / "state")
+    sampler = other.sampler()
+    assert tokens(sampler.sample(PROMPTS, 4)) == calls[2], "samplers count with their policy"
+    resumed = open_policy(tiny)
+    resumed.sample(PROMPTS, 4)
+    resumed.load_state(tmp_path / "state")
+    assert tokens(resumed.sample(PROMPTS, 4)) == calls[2], "it does not repeat the first two"
+    other.load_state(tmp_path / "state")
+    assert tokens(other.sample(PROMPTS, 4)) not in calls, "nor those after the save"
+
+
+def test_adapters_of_one_policy_have_noise_of_their_own(tiny):
+    """B is 0 in both: with the same noise they would draw the same."""
+    first = open_policy(tiny, ONE, *LORA)
+    second = first.with_new_adapter(seed=1)
+    assert tokens(first.sample(PROMPTS, 4)) != tokens(second.sample(PROMPTS, 4))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("1+1=",), "prompts: expected a list of texts .*, got str '1\\+1='; fix: put one prompt"),
+        (([1, 2, 3],), "prompt 0: expected a text or token ids, got int 1"),
+        (({"role": "user"},), "prompts: expected a list .*, got dict"),
+        (([{"role": "user", "content": "1"}],), "prompt 0: .*, got dict .*apply_chat_template"),
+        (([[{"role": "user", "content": "1"}]],), "prompt 0: .*, got list .*apply_chat_template"),
+        (([[1.5]],), "prompt 0: expected a text or token ids, got list"),
+        ((PROMPTS, 1, {"temperature": 0.5}), "sampling: expected a SamplingConfig, got dict .*fix"),
+        ((PROMPTS, 0), "n: expected at least one response to each prompt, got 0"),
+        ((PROMPTS, 1, None, -1), "seed: expected an integer of 0 to 2³¹−1, or None, got -1"),
+        ((PROMPTS, 1, None, 0.5), "seed: expected an integer of 0 to 2³¹−1, or None, got 0.5"),
+    ],
+    ids=str,
+)
+def test_arguments_of_other_types_are_refused(policy, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        policy.sample(*arguments)
+
+
+def test_settings_are_texts_that_samples_or_losses_read(tiny):
+    with pytest.raises(ValueError, match='expected settings as texts, got dict .*; fix: "Policy'):
+        open_policy(tiny, {"Policy.lora_rank": 16})
+    with pytest.raises(ConfigError, match="Sched.workers: no effect here, .* samples have one"):
+        open_policy(tiny, "Sched.workers=2")
+    with pytest.raises(ConfigError, match="Optimizer.learning_rate: .* give optim_step its Adam"):
+        open_policy(tiny, "Optimizer.learning_rate=0.1")
+
+
+# -- the distribution of log-probs ----------------------------------------------------------
+
+
+def test_data_by_hand_keep_the_distribution_of_their_samples(policy):
+    """As Tinker's protocol sends them, without `sampling`: all ratios are 1."""
+    samplings = [SamplingConfig(0.5, max_new_tokens=9), SamplingConfig(0.7, top_k=4, top_p=0.8)]
+    for sampling in [*samplings, SamplingConfig(max_new_tokens=9)]:
+        sampling = dataclasses.replace(sampling, max_new_tokens=9)
+        samples = [s for group in policy.sample(PROMPTS, 4, sampling) for s in group]
+        told = [api.Datum.of(s, 1.0) for s in samples]
+        data = [dataclasses.replace(d, sampling=None) for d in told]
+        num_tokens = sum(len(s.token_ids) for s in samples)
+        output = policy.evaluate(data, "importance_sampling")
+        assert output.loss == pytest.approx(-num_tokens, rel=1e-4)
+        for one, found in zip(told, output.logprobs, strict=True):
+            np.testing.assert_allclose(found * one.weights, one.logprobs, atol=1e-5)
+        # log-probs of that pass are of the same distribution
+        again = [
+            dataclasses.replace(d, logprobs=x) for d, x in zip(data, output.logprobs, strict=True)
+        ]
+        found = zip(told, policy.forward(again), policy.forward(told), strict=True)
+        for d, one, other in found:
+            np.testing.assert_array_equal(one[d.weights > 0], other[d.weights > 0])
+    plain = [dataclasses.replace(d, logprobs=None) for d in data]
+    for one, other in zip(policy.forward(plain), policy.forward(data), strict=True):
+        np.testing.assert_array_equal(one, other)  # temperature 1
+
+
+def test_places_have_bounds_of_their_own(policy):
+    data = some_data(policy)
+    whole = policy.evaluate(data, "ppo", api.LossSettings(0.6, 1.5)).loss
+    bounded = [
+        dataclasses.replace(d, low=np.full(len(d), 0.6), high=np.full(len(d), 1.5)) for d in data
+    ]
+    assert policy.evaluate(bounded, "ppo").loss == pytest.approx(whole, rel=1e-6)
+    assert policy.evaluate(data, "ppo").loss != pytest.approx(whole, rel=1e-3)
+    with pytest.raises(ValueError, match="datum 0: expected 5 finite numbers as low"):
+        policy.evaluate([dataclasses.replace(bounded[0], low=[1.0])], "ppo")
+
+
+def test_every_saved_state_stays(tiny, tmp_path):
+    policy, folder = open_policy(tiny, ONE, *LORA), tmp_path / "states"
+    saved = {}
+    for step in range(4):
+        train(policy, 1, first=step)
+        policy.save_state(folder)
+        saved[policy.version] = leaves(policy)
+    with pytest.raises(FileExistsError, match="has step 4 already"):
+        policy.save_state(folder)
+    other = policy.with_new_adapter(seed=1)
+    other.save_state(folder)  # version 0, before all others
+    for step, wanted in saved.items():
+        policy.load_state(folder, step)
+        for x, y in zip(leaves(policy), wanted, strict=True):
+            np.testing.assert_array_equal(x, y)
+    assert policy.version == 4

@@ -17,6 +17,7 @@ from rl.stream import SampleRequest, Stream
 from spec.config import SamplingConfig
 from spec.drafter import Source
 from spec.round_times import StepSeconds
+from spec.sampling import NOISE_NAMES, noise_names
 
 SIZES = (
     *("Policy.lora_rank=4", "Policy.lora_targets=('attention','mlp','head')", "Mesh.data=1"),
@@ -98,6 +99,16 @@ def test_requests_are_functions_of_themselves(policy, stream):
     assert together == alone
     assert run(stream, *requests[:4], late=requests[4:]) == alone
     assert len({str(tokens) for tokens in alone}) == 9 and all(len(x) == 3 for x in alone)
+
+
+def test_no_two_responses_of_a_request_share_their_noise():
+    """Hashes of 31 bits, one for each response, gave two of these 1,024 the same."""
+    request = SampleRequest(None, (1, 2), 1024, SamplingConfig(), "seed 12")
+    requests = request.requests(number=5, adapter=0)
+    assert len(set(noise_names(np.array([r.request_id for r in requests])))) == 1024
+    assert [r.request_id // NOISE_NAMES for r in requests] == list(range(5, 1029))
+    other = SampleRequest(None, (1, 2), 4, SamplingConfig(), "seed 13").requests(0, 0)
+    assert requests[0].request_id % NOISE_NAMES != other[0].request_id % NOISE_NAMES
 
 
 def test_drafts_change_no_token(policy, stream, drafting):

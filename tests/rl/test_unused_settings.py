@@ -3,8 +3,8 @@
 import pytest
 
 from rl.config import TrainConfig
-from rl.gin.loader import load
-from rl.unused_settings import unused_settings
+from rl.gin.loader import ConfigError, load
+from rl.unused_settings import _READ, _RUN_SETTINGS, refuse_run_settings, unused_settings
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,26 @@ def test_settings_without_effect_are_named(overrides, notes):
     found = unused_settings(load(TrainConfig, ["configs/tiny_cpu.gin"], overrides))
     assert len(found) == len(notes), found
     assert all(line.startswith(name) for line, name in zip(found, notes, strict=True)), found
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *("Sched.workers=2", "Sched.policy='seer'", "Reuse.mode='coupled'", "Run.steps=3"),
+        *("Optimizer.learning_rate=0.1", "Optimizer.first_moment='bfloat16'"),
+        *("Trainer.minibatches=2", "Sampling.by_task=('a: top_k=3',)", "Rollout.group_size=4"),
+    ],
+)
+def test_settings_that_only_a_run_reads_are_refused_elsewhere(setting):
+    name = setting.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"{name}: no effect here, only rl.train reads it; fix:"):
+        refuse_run_settings(["Run.seed=1", setting])
+
+
+def test_all_that_are_refused_exist():
+    config = load(TrainConfig)
+    sections = {type(x).__name__.removesuffix("Config"): x for x in vars(config).values()}
+    for name in [*_RUN_SETTINGS, *_READ]:
+        section, _, field = name.partition(".")
+        assert not field or hasattr(sections[section], field), name
+        assert section in sections, name

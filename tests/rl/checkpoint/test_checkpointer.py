@@ -251,6 +251,20 @@ def test_saving_a_step_again_replaces_it_and_sets_later_ones_aside(tmp_path):
     assert not list(tmp_path.glob("abandoned-*")), "it was passed"
 
 
+def test_one_that_keeps_all_replaces_sets_aside_and_deletes_nothing(tmp_path):
+    for step in (1, 2, 4, 3):  # 3 after another policy went on from 2
+        with Checkpointer(tmp_path, CheckpointConfig(keep=1), keeps_all=True) as saver:
+            saver.save(step, {"x": jnp.full(2, float(step))})
+    with Checkpointer(tmp_path, keeps_all=True) as saver:
+        with pytest.raises(FileExistsError, match="has step 2 already, .* another folder"):
+            saver.save(2, {"x": jnp.zeros(2)})
+        saver.save(5, {"x": jnp.full(2, 5.0)})
+    assert whole_steps(tmp_path) == [5, 4, 3, 2, 1]
+    for step in (1, 2, 3, 4):
+        restored = reader.restore(tmp_path, {"x": jnp.ones(2)}, step)
+        np.testing.assert_array_equal(restored.arrays["x"], float(step))
+
+
 def test_what_a_kill_in_the_last_save_left_is_deleted(tmp_path):
     with Checkpointer(tmp_path, CheckpointConfig(keep=9)) as saver:
         for step in (1, 2, 3):

@@ -138,7 +138,7 @@ def test_loss_and_metrics_by_hand():
     two = math.log(2)
     wanted = {
         "loss": (-1.2 - 1.0 + 0.8) / 3,
-        "entropy": 2.0,
+        "batch/entropy": 2.0,
         "kl": 0.0,
         "clip_ratio/low_mean": 1 / 3,
         "clip_ratio/high_mean": 1 / 3,

@@ -254,6 +254,34 @@ def test_recorded_logprobs_make_the_first_ratio_one():
     assert metrics["lr"] == pytest.approx(0.02)
 
 
+def test_metrics_count_the_tokens_of_responses_without_a_gradient():
+    """Entropy and clipped shares are of all responses; no pass is spent on half of them."""
+    batch, advantages = some_trajectories(), some_advantages()
+    advantages[[1, 2, 4, 7]] = 0
+    batch = [
+        dataclasses.replace(t, logprobs=np.full(t.num_tokens, -0.1 - i, np.float32))
+        for i, t in enumerate(batch)
+    ]
+    recipe = dataclasses.replace(
+        RECIPE, algorithm=AlgorithmConfig(mask_truncated=True, old_logprobs="rollout")
+    )
+    _, some = run(fresh_state(), batch, advantages, recipe=recipe)
+    num_tokens = np.array([t.num_tokens for t in batch])
+    entropy = np.sum(num_tokens * (0.1 + np.arange(8))) / num_tokens.sum()
+    assert some["entropy"] == pytest.approx(entropy, rel=1e-6)
+    kept = [t for t, a in zip(batch, advantages, strict=True) if a]
+    samples = micro_batches.select(batch, advantages, mask_truncated=True)
+    scored = sum(s.trajectory.num_tokens for s in samples)
+    _, alone = run(fresh_state(), kept, advantages[advantages != 0], recipe=recipe)
+    trained = sum(s.trajectory.num_tokens for s in samples if s.advantage)
+    assert trained < scored and alone["clip_ratio/region_mean"] > 0
+    for name in ("low_mean", "high_mean", "region_mean"):
+        share = alone[f"clip_ratio/{name}"] * trained / scored
+        assert some[f"clip_ratio/{name}"] == pytest.approx(share, rel=1e-6)
+    for name in ("ratio/mean", "ratio/max", "batch/entropy"):
+        assert some[name] == pytest.approx(alone[name], rel=1e-5)
+
+
 def warm_up(state, shape, recipe):
     """Compile every step, as a run does, and run each on an empty batch."""
     steps = trainer.lowered(state, shape, recipe=recipe)

@@ -85,11 +85,16 @@ def test_a_model_is_trained_as_one_of_the_api(service, policy):
         ("importance_sampling", floats, {}),
         ("ppo", floats, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
         ("gspo", floats | {"weights": [0.0, 1.0, 1.0, 1.0]}, {}),
+        ("cispo", floats, {}),
+        ("ppo", floats | {"low": [0.5] * 4, "high": [1.1, 1.2, 1.3, 3.0]}, {}),
     ]
     for loss, inputs, config in cases:
         sent = dict(inputs)
         if loss == "gspo":
             sent["sequence_ratio_mask"] = sent.pop("weights")
+        if "low" in sent:
+            sent["clip_low_threshold"] = sent.pop("low")
+            sent["clip_high_threshold"] = sent.pop("high")
         result = model.forward_backward([datum(ids, **sent)], loss, loss_fn_config=config)
         step = model.optim_step(types.AdamParams(learning_rate=1e-2, grad_clip_norm=1.0))
         arrays = {k: np.array(x, np.float32) for k, x in inputs.items()}
@@ -130,6 +135,31 @@ def test_samples_are_functions_of_weights_prompt_and_seed(service, policy):
     assert one.stop_reason in ("stop", "length") and len(one.logprobs) == len(one.tokens)
     scored = client.compute_logprobs(types.ModelInput.from_ints([1, 2, 3, *one.tokens])).result()
     assert scored[0] is None and len(scored) == 3 + len(one.tokens)
+
+
+def test_samples_at_another_temperature_are_scored_as_they_were_drawn(service, training):
+    """The protocol's data do not say it: all ratios are 1, of several turns too."""
+    client = training.save_weights_and_get_sampling_client().result()
+    first, later = (
+        types.SamplingParams(max_tokens=8, seed=1, temperature=0.5),
+        types.SamplingParams(max_tokens=8, seed=2, temperature=0.7, top_p=0.8, top_k=4),
+    )
+    [turn] = client.sample(types.ModelInput.from_ints(PROMPTS[0]), 1, first).result().sequences
+    ids = [*PROMPTS[0], *turn.tokens]
+    [other] = client.sample(types.ModelInput.from_ints([*ids, 9]), 1, later).result().sequences
+    drawn = [*turn.logprobs, 0.0, *other.logprobs]
+    before, ones = [0.0] * 3, [1.0] * len(turn.tokens)
+    advantages = [*before, *ones, 0.0, *[1.0] * len(other.tokens)]
+    data = [datum([*ids, 9, *other.tokens], logprobs=[*before, *drawn], advantages=advantages)]
+    found = training.forward(data, "importance_sampling").result()
+    assert found.metrics["loss:sum"] == pytest.approx(-sum(advantages), rel=1e-4)
+    scored = logprobs(found)[0][np.array(advantages) > 0]
+    np.testing.assert_allclose(scored, [*turn.logprobs, *other.logprobs], atol=1e-4)
+    plain = [datum([*ids, 9, *other.tokens], logprobs=before + [-1.0] * len(drawn))]
+    assert (
+        np.abs(logprobs(training.forward(plain, "cross_entropy").result())[0][3:] - drawn).max()
+        > 0.01
+    )
 
 
 def test_samples_use_the_weights_of_the_moment(training):
@@ -250,8 +280,8 @@ def test_samples_are_those_of_generate(service, policy):
     client, ids = service.create_sampling_client(base_model=NAME).result(), tuple(PROMPTS[0])
     params = types.SamplingParams(max_tokens=9, seed=7)
     got = sampled(client.sample(types.ModelInput.from_ints(list(ids)), 3, params).result())
-    digests = [hashlib.sha256(f"seed 7:{i}".encode()).digest() for i in range(3)]
-    noise = [int.from_bytes(digest[:4], "little") % 2**31 for digest in digests]
+    first = int.from_bytes(hashlib.sha256(b"seed 7").digest()[:4], "little")
+    noise = [(first + i) % 2**31 for i in range(3)]
     requests = [Request(name, ids, 0, i) for i, name in enumerate(noise)]
     weights = policy._learner.policy(policy.with_new_adapter()._state.params)
     sampling = SamplingConfig(max_new_tokens=9)
