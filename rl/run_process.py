@@ -46,6 +46,7 @@ from rl.runtime.run_files import ADAPTER, CHECKPOINTS, DRAFTER_MODEL, METRICS_FI
 from rl.runtime.signals import EXPORTING, Limits, Stopped, Watch, leave
 from rl.runtime.waits import Hang, ProgramLost
 from rl.setup import check_bits, engine_mesh, run_mesh
+from rl.trajectory import NonFiniteLogits
 from rl.workers.messages import WorkerError
 
 
@@ -212,6 +213,7 @@ class _RunProcess:
             return self._ended(self._disk_sentence(error), show)
         except (
             NonFiniteUpdate,
+            NonFiniteLogits,
             NotLearning,
             TooManyMappings,
             RewardWorkerError,
