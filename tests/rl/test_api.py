@@ -390,7 +390,7 @@ def test_adapters_of_one_policy_share_its_weights_alone(tiny):
 
 
 def test_a_further_sampler_on_a_mesh_takes_its_adapter_alone(tiny):
-    policy = open_policy(tiny, "Mesh.data=1", "Mesh.fsdp=2", *LORA)
+    policy = open_policy(tiny, "Mesh.data=4", "Mesh.fsdp=2", *LORA)
 
     def buffers(weights):
         shards = [s for x in jax.tree.leaves(weights) for s in x.addressable_shards]
