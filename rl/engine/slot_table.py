@@ -191,7 +191,7 @@ class SlotTable:
             self.origins_BL[row, n:end] = prefix.origins
         self.prompt_tokens_B[row], self.total_tokens_B[row] = n, end
         self.limit_B[row] = self.final_B[row] = request.limit(endings.sampling)
-        self.rule_B[row] = rule = endings.rule(request.sampling)
+        self.rule_B[row] = rule = endings.enter(request.sampling)
         _, self.state_B[row], self.stopped_B[row] = endings.read(rule, self.tokens_BL[row, n:end])
         self.processing_B3[row] = sampling.temperature, sampling.top_k, sampling.top_p
         self.not_finite_B[row] = False
@@ -202,7 +202,7 @@ class SlotTable:
         self.entered_B[row] = self._num_entered
         self.request_ids_B[row], self.group_ids_B[row] = request.request_id, request.group_id
         if self.cached is not None:
-            self.cached.enter(row, partial)
+            self.cached.enter(row, partial, rule)
             self._look_ahead(row)
         self.filled(row, end - 1 if filled_tokens is None else filled_tokens)
 
@@ -288,6 +288,7 @@ class SlotTable:
         """Free the row, which keeps its entries; return its request and response so far."""
         left = self.so_far(row, policy_version)
         self.started[row], self.busy_B[row] = None, False
+        self.endings.leave(int(self.rule_B[row]))
         if self.prompts[row] is not None:
             keeps = self.keeps_responses and not self.missing_tokens_B[row]
             end_B = self.total_tokens_B if keeps else self.prompt_tokens_B
