@@ -385,7 +385,11 @@ def _apart(x: jax.Array) -> jax.Array:
 def partial_attention(
     q_BTHh: jax.Array, k_BKhS: jax.Array, v_BKSh: jax.Array, mask_BTS: jax.Array
 ) -> PartialSoftmax:
-    """Return the softmax over these keys; [B, T, H, h] and twice [B, T, H, 1], float32."""
+    """Return the softmax over these keys; [B, T, H, h] and twice [B, T, H, 1], float32.
+
+    A value that is not finite counts for the queries that see it alone, as a score of NaN: a weight
+    of 0 times NaN would be NaN.
+    """
     B, T, H, h = q_BTHh.shape
     K = k_BKhS.shape[1]
     G = H // K
@@ -394,6 +398,9 @@ def partial_attention(
     is_exact = v_BKSh.dtype == jnp.float32
     scores_BKXS = _products(q_BKXh, k_BKhS) * (h**-0.5 * (1.0 if is_exact else LOG2_E))
     mask_BKXS = jnp.repeat(mask_BTS, G, axis=1)[:, None]
+    is_finite_BKSh = jnp.isfinite(v_BKSh)
+    is_finite_BK1S = jnp.all(is_finite_BKSh, axis=-1)[:, :, None]
+    scores_BKXS = jnp.where(is_finite_BK1S, scores_BKXS, jnp.nan)
     scores_BKXS = jnp.where(mask_BKXS, scores_BKXS, NEGATIVE)
     highest_BKX1 = jnp.max(jax.lax.stop_gradient(scores_BKXS), axis=-1, keepdims=True)
     # The returned maximum is a second one: XLA's CPU fuses the first with the weights.
@@ -408,7 +415,7 @@ def partial_attention(
     out_BKXh = jnp.einsum(
         "bkxs,bksh->bkxh",
         weights_BKXS.astype(v_BKSh.dtype),
-        v_BKSh,
+        jnp.where(is_finite_BKSh, v_BKSh, 0),
         precision=precision_of(v_BKSh),
         preferred_element_type=jnp.float32,
     )

@@ -60,7 +60,8 @@ def linear(
     low = weight_OI.low
     inner = weight_OI.scale * linear(x, low.down_RI)
     if weight_OI.keeps_XR is not None:
-        inner *= weight_OI.keeps_XR.reshape(len(x), *[1] * (x.ndim - 2), -1).astype(x.dtype)
+        keeps = weight_OI.keeps_XR.reshape(len(x), *[1] * (x.ndim - 2), -1)
+        inner = jnp.where(keeps, inner, 0)  # NaN times 0 would be NaN
     return _product(way, x, weight_OI.weight_OI, inner, low.up_OR)
 
 

@@ -75,13 +75,21 @@ def no_adapters(config: ModelConfig, dtype: Any) -> Params:
 
 @partial(jax.jit, donate_argnames="places")
 def put_adapter(places: Params, adapter: Params, place: jax.Array) -> Params:
-    """Return the adapters of all places with this one in one of them."""
+    """Return the adapters of all places with this one in one of them.
+
+    B is finite in every place: rows of other places multiply it by 0. Where B is not, A is NaN, and
+    so are the results of the adapter's own rows.
+    """
 
     def one(wide: LowRank, low: LowRank) -> LowRank:
         at, dtype = place * low.down_RI.shape[0], wide.down_RI.dtype
+        down_RI, up_OR = low.down_RI.astype(dtype), low.up_OR.astype(dtype)
+        is_finite_OR = jnp.isfinite(up_OR)
+        down_RI = jnp.where(jnp.all(is_finite_OR), down_RI, jnp.nan)
+        up_OR = jnp.where(is_finite_OR, up_OR, 0)
         return LowRank(
-            jax.lax.dynamic_update_slice(wide.down_RI, low.down_RI.astype(dtype), (at, 0)),
-            jax.lax.dynamic_update_slice(wide.up_OR, low.up_OR.astype(dtype), (0, at)),
+            jax.lax.dynamic_update_slice(wide.down_RI, down_RI, (at, 0)),
+            jax.lax.dynamic_update_slice(wide.up_OR, up_OR, (0, at)),
         )
 
     put_in: Params = jax.tree.map(one, places, adapter, is_leaf=lambda x: isinstance(x, LowRank))
@@ -91,7 +99,8 @@ def put_adapter(places: Params, adapter: Params, place: jax.Array) -> Params:
 def for_rows(config: ModelConfig, params: Params, place_X: jax.Array) -> Params:
     """Return weights for a batch whose rows each have the adapter of one place, int32 [X].
 
-    The ranks of the others are multiplied by 0. With one place nothing changes.
+    A row's products with the ranks of the others are replaced by 0, whatever they are. With one
+    place nothing changes.
     """
     if config.lora is None or config.lora.places == 1:
         return params

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import peft_files
+from models.config import trained_specs, with_adapters
 from models.lora import cut_to, merge
 from models.lora import init as new_adapter
 from models.transformer import Params
@@ -44,7 +45,7 @@ from rl.gin.loader import load
 from rl.inputs import Inputs, open_policy
 from rl.learner import gradient_accumulation, logprobs, objectives
 from rl.learner.data import Datum, Output, pack
-from rl.learner.gradient_accumulation import Accumulator, Health
+from rl.learner.gradient_accumulation import Accumulator, Health, all_finite
 from rl.learner.micro_batches import Packed, unpacked
 from rl.learner.objectives import (
     LOSSES,
@@ -57,12 +58,10 @@ from rl.learner.objectives import (
     target_logprobs,
 )
 from rl.learner.optimizer import TrainState, init_state, make_optimizer
-from rl.responses import WHOLE
 from rl.runtime.devices import in_turn
 from rl.runtime.progress import say
 from rl.sampler import Prompt, Rollouts, Sample, Sampler, on_mesh
 from rl.stream import Stream
-from rl.system import rollout_weights
 from rl.unused_settings import refuse_run_settings
 from spec.config import SamplingConfig
 from spec.drafter import Drafter
@@ -193,15 +192,20 @@ class Policy:
             return self._sampler(jax.tree.map(jnp.copy, self._state.params))
 
     def _sampler(self, trained: Params) -> Sampler:
-        learner, engine = self._learner, self._rollouts.engine
+        rollouts, learner = self._rollouts, self._learner
         with on_mesh(self._mesh):
-            whole = rollout_weights(learner.policy(trained, engine.dtype), engine, WHOLE)
-        return Sampler(self._rollouts, learner, whole, self.version)
+            weights = rollouts.laid_out(trained, trained_specs(self.model))
+            if learner.base is not None:
+                assert self.model.lora is not None
+                weights = with_adapters(rollouts.frozen(learner.base), weights, self.model.lora)
+        return Sampler(rollouts, learner, weights, self.version)
 
     def stream(self, places: int = 1, report: Callable[[str], None] = lambda line: None) -> Stream:
         """Return a rollout that takes requests of samplers, of so many adapters at a time."""
         assert self._learner.base is not None, "all weights of this policy are trained"
-        return Stream(self._rollouts, self._learner.base, places, report)
+        with on_mesh(self._mesh):
+            base = self._rollouts.frozen(self._learner.base)
+        return Stream(self._rollouts, base, places, report)
 
     # -- training -------------------------------------------------------------------------
 
@@ -293,17 +297,26 @@ class Policy:
     def optim_step(self, adam: Adam | None = None) -> float:
         """Apply the gradients since the last one; return their norm before clipping.
 
-        Raises ValueError if there are none, or the norm is not finite: weights are as before then.
+        Raises ValueError if there are none, for settings that float32 does not hold, and if the
+        norm or the new weights are not finite: weights are as before then.
         """
+        adam = adam or Adam()
+        adam.check()
         if self._total is None:
             raise ValueError("expected gradients to apply, got none: call forward_backward before")
         total, self._total, self._now = self._total, None, None
         with on_mesh(self._mesh):
             gradients = in_turn(gradient_accumulation.join(total)).gradients
-            given = self._state, gradients, adam or Adam()
-            self._state, of_all = in_turn(objectives.apply(*given, recipe=self._learner.recipe))
-        if not np.isfinite(norm := float(of_all)):
+            stepped = objectives.apply(self._state, gradients, adam, recipe=self._learner.recipe)
+            self._state, *results = in_turn(stepped)
+            norm, is_finite = (x.item() for x in jax.device_get(results))
+        if not np.isfinite(norm):
             raise ValueError(f"the gradient is not finite (norm {norm}): nothing was applied")
+        if not is_finite:
+            raise ValueError(
+                f"the step makes weights that are not finite (learning_rate {adam.learning_rate}): "
+                "nothing was applied; fix: a lower learning_rate or weight_decay"
+            )
         return norm
 
     # -- state ----------------------------------------------------------------------------
@@ -327,8 +340,9 @@ class Policy:
         """Continue from a saved state, the one of most steps by default; gradients are dropped.
 
         Samples without a seed continue after the ones before the save. Without its optimizer, Adam
-        starts afresh. Raises NoWholeCheckpointError, or StructureMismatchError for another policy
-        or adapter, and ValueError for an adapter of other weights.
+        starts afresh. Raises NoWholeCheckpointError, StructureMismatchError for another policy or
+        adapter, and ValueError for an adapter of other weights, and if weights or optimizer are not
+        finite: the policy is as before then.
         """
         inputs = self._rollouts.inputs
         with on_mesh(self._mesh):
@@ -337,9 +351,14 @@ class Policy:
                 then = restored.host.get("contents", {})
                 identity.refuse_other_base(then, inputs.contents, str(folder), inputs.policy)
             state, rollouts = restored.arrays, self._rollouts
-            rollouts.num_calls = max(rollouts.num_calls, restored.host.get(NUM_CALLS, 0))
             if not with_optimizer:
                 state = self._fresh(state.params)
+            if not in_turn(all_finite((state.params, state.opt_state))):
+                raise ValueError(
+                    f"{folder}: the weights or the optimizer's state are not finite: nothing was "
+                    "loaded; fix: load an earlier state"
+                )
+            rollouts.num_calls = max(rollouts.num_calls, restored.host.get(NUM_CALLS, 0))
             self._state = state
         self._total = self._now = None
 

@@ -22,7 +22,7 @@ from rl.rollouts import Prompts, Rollouts, groups_to_ask, sampling_metrics
 from rl.runtime.signals import Stopped
 from rl.runtime.waits import POLL_S
 from rl.system import System
-from rl.trajectory import FinishReason, Request, Trajectory
+from rl.trajectory import FinishReason, NonFiniteLogits, Request, Trajectory, check_finite
 from rl.workers.messages import Deferred, Result
 from spec.config import SamplingConfig
 
@@ -188,7 +188,13 @@ class ResultCollector:
     def enter(self, result: Result) -> None:
         """Called by the driver."""
         if isinstance(result, Trajectory):
-            self._scorer(result)
+            try:
+                check_finite(result)
+            except NonFiniteLogits as error:
+                step = self._step_of[result.request_id]
+                result = NonFiniteLogits(f"step {step}: {error}")
+            else:
+                self._scorer(result)
         with self._changed:
             if isinstance(result, BaseException):
                 self._error = result

@@ -126,6 +126,7 @@ def _run(args: argparse.Namespace, job: _Evaluation) -> int:
     from rl.rewards.process import RewardWorkerError
     from rl.runtime import devices
     from rl.setup import engine_mesh, open_mesh
+    from rl.trajectory import NonFiniteLogits
 
     errors = NoWholeCheckpointError, RewardWorkerError, StructureMismatchError
     evals = job.inputs.evals
@@ -153,7 +154,7 @@ def _run(args: argparse.Namespace, job: _Evaluation) -> int:
                 show.rollout(finished, total, tokens)
 
             answers = _respond(job, params, mesh, pool, on_round)
-        except RewardWorkerError as error:
+        except (RewardWorkerError, NonFiniteLogits) as error:
             show.message(f"error: {error}")
             return EXIT_FAILED
     figures = source | evaluation.result(job.config, answers, job.training_is_known)

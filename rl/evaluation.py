@@ -101,7 +101,7 @@ def respond(
     own = [r for r in requests if partition.answers(r.group_id)]
 
     def answer() -> Responses:
-        return scorer.responses(*run(engine, spec, own, scorer, on_round))
+        return scorer.responses(*run(engine, spec, own, scorer, on_round, "evaluation"))
 
     matches = partition.exchange("evaluation", requests, answer, waiting)
     answers, first = [], 0

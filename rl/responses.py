@@ -35,7 +35,7 @@ from rl.rewards.process import RewardWorkerError
 from rl.rewards.scores import Rewards, Score, ScoreJob
 from rl.runtime.signals import Stopped
 from rl.runtime.waits import Hang
-from rl.trajectory import FinishReason, Request, Trajectory
+from rl.trajectory import FinishReason, NonFiniteLogits, Request, Trajectory
 from rl.workers.messages import WorkerError
 from spec.config import SamplingConfig
 
@@ -43,7 +43,7 @@ UNSCORED = Score({}, None)
 TOKEN_FIELDS = "response_ids", "logprobs", "emission_logprobs", "policy_versions", "origins"
 AGREE_EVERY_FETCHES = 32  # on a stop, in rollouts of one engine over all processes
 # all processes end alike after these: the last whole step can still be saved
-AGREED = (Stopped, RewardWorkerError, WorkerError, Hang)
+AGREED = (Stopped, RewardWorkerError, WorkerError, NonFiniteLogits, Hang)
 
 
 class PeerFailed(RuntimeError):

@@ -32,7 +32,7 @@ from rl.responses import Responses, Scorer, scored_rewards
 from rl.rewards.scores import Score
 from rl.speculation import reuse
 from rl.system import System
-from rl.trajectory import Prompt, Request, Trajectory
+from rl.trajectory import NonFiniteLogits, Prompt, Request, Trajectory
 from rl.workers.ahead_engine import AheadEngine, ComingStep, Prefetched
 from spec.reuse.prefix_rule import PrefixRule
 
@@ -274,6 +274,7 @@ def _sample(
         system.show.rollout(finished, len(requests), tokens)
         system.leave_rollout_if_stopped()
 
+    name = f"step {step}, from prompt {first} on" if first else f"step {step}"
     key = system.engine.do(partial(system.reuse.key, step))
     if drafter is not None:
         drafter.began(weights, step)
@@ -282,14 +283,13 @@ def _sample(
         with timings.section("rollout"):
             rule = system.reuse.rule(step)
             spec = spec_of(system, weights, key, step, drafts, rule, version=step - 1)
-            done, stats = run(system.engine, spec, requests, scorer, watch)
+            done, stats = run(system.engine, spec, requests, scorer, watch, name)
         if drafter is not None:
             with timings.section("drafter"):
                 drafter.after_rollout(system.engine, weights)
         with timings.section("reward"):  # the rest of it after the last response
             return scorer.responses(done, stats)
 
-    name = f"step {step}, from prompt {first} on" if first else f"step {step}"
     result = system.partition.exchange(name, every, answer, system.is_stop_requested)
     moved = [dataclasses.replace(t, group_id=t.group_id + first) for t in result.trajectories]
     return dataclasses.replace(result, trajectories=moved)
@@ -345,11 +345,18 @@ def run(
     requests: Sequence[Request],
     scorer: Scorer,
     on_round: OnRound | None,
+    what: str,
 ) -> tuple[list[Trajectory], EngineStats]:
-    """Return the responses to a process's requests, which may be none, and the engine's counts."""
+    """Return the responses to a process's requests, which may be none, and the engine's counts.
+
+    `what` names the rollout in an error.
+    """
     if not requests:
         return [], EngineStats()
-    return engine.run(spec, requests, on_finish=scorer, on_round=on_round), engine.stats
+    try:
+        return engine.run(spec, requests, on_finish=scorer, on_round=on_round), engine.stats
+    except NonFiniteLogits as error:
+        raise NonFiniteLogits(f"{what}: {error}") from None
 
 
 def remember(

@@ -46,6 +46,7 @@ from rl.runtime.run_files import ADAPTER, CHECKPOINTS, DRAFTER_MODEL, METRICS_FI
 from rl.runtime.signals import EXPORTING, Limits, Stopped, Watch, leave
 from rl.runtime.waits import Hang, ProgramLost
 from rl.setup import open_mesh
+from rl.trajectory import NonFiniteLogits
 from rl.workers.messages import WorkerError
 
 
@@ -217,6 +218,7 @@ class _RunProcess:
             return self._ended(self._disk_sentence(error), show)
         except (
             NonFiniteUpdate,
+            NonFiniteLogits,
             NotLearning,
             TooManyMappings,
             RewardWorkerError,

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from models.config import param_specs
 from models.lora import trained_part
 from models.transformer import Params
 from rl import setup
@@ -22,8 +23,9 @@ from rl.engine.rollout_spec import DrafterFactory, RolloutSpec, draft_with
 from rl.inputs import Inputs
 from rl.learner.data import Datum
 from rl.learner.drawn import DrawnResponses
+from rl.learner.gathering import laid_out
 from rl.learner.objectives import target_logprobs
-from rl.learner.trainer import Learner
+from rl.learner.trainer import Learner, cast_params
 from rl.runtime.parallel_compile import OnCompiled, unwatched
 from rl.speculation.reuse import remember
 from rl.speculation.sources import Speculation
@@ -78,6 +80,19 @@ class Rollouts:
         self.cache = RolloutCache(config.rollout.cache_bytes, vocab_size=inputs.model.vocab_size)
         self.speculation = open_speculation(config, self.cache)
         self.num_calls, self.drawn = 0, DrawnResponses()
+        self._base: Params | None = None
+
+    def frozen(self, base: Params) -> Params:
+        """Return the policy's frozen weights in the layout of rollouts: one copy for all."""
+        if self._base is None:
+            plain = dataclasses.replace(self.inputs.model, lora=None)
+            self._base = self.laid_out(base, param_specs(plain))
+        return self._base
+
+    def laid_out(self, params: Params, specs: Params) -> Params:
+        """Return weights of these `ParamSpec` in the dtype and the layout of rollouts."""
+        rounded, mesh = cast_params(params, self.engine.dtype), self.engine.mesh
+        return rounded if mesh is None else laid_out(rounded, specs, mesh)
 
     def drafts(
         self, weights: Params, keys: Sequence[str], prompts: Sequence[Any], n: int

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from models import lora
 from models.config import with_adapters
@@ -36,7 +37,7 @@ from rl.sampler import (
     warm_up,
 )
 from rl.speculation.sources import history_rule
-from rl.trajectory import PartialRequest, Request, Trajectory, check_requests
+from rl.trajectory import FinishReason, PartialRequest, Request, Trajectory, check_requests
 from rl.warm_up.step_seconds import loss_text, step_seconds
 from spec.config import SamplingConfig
 from spec.retrieval.group import DraftServer
@@ -44,9 +45,10 @@ from spec.retrieval.history import GrowingHistory
 from spec.reuse.rollout_cache import RolloutCache
 from spec.sampling import NOISE_NAMES, step_key
 
-OnFinish = Callable[[list[Sample]], None]
+OnFinish = Callable[[list[Sample] | Exception], None]
 RENEWED_AFTER = 10_000  # requests of a rollout, whose tables grow with them; then another opens
 LOOK_AFTER, LOOK_WITHIN = 64, 1024  # fetches, when idle and at the latest: whether drafts lose time
+STUCK_AFTER = 1000  # fetches without a token, of prompts or responses
 HISTORY_TOKENS = 2**21  # of responses that later ones draft from; each takes about 100 bytes
 
 
@@ -136,7 +138,8 @@ class Stream:
             self._history = GrowingHistory(HISTORY_TOKENS, history_rule(config.speculation))
         self._waiting = collections.deque[tuple[SampleRequest, OnFinish]]()
         self._running: dict[int, _Running] = {}  # by the number of its first response
-        self._number = 0
+        self._number = self._num_idle = 0
+        self._num_tokens: tuple[int, int] | None = None  # at the last fetch
         self._rollout: contextlib.ExitStack | None = None
 
     @property
@@ -162,10 +165,14 @@ class Stream:
     def add(self, request: SampleRequest, on_finish: OnFinish) -> None:
         """Queue a request; `on_finish` is called with its responses, in a `step`.
 
-        Raises ValueError for one that cannot run.
+        It is called with a ValueError if logits of a response are not finite. Raises ValueError for
+        a request that cannot run.
         """
         config, tokens = self._rollouts.config, len(request.prompt_ids)
-        check_requests(self._engine.model, request.requests(0, 0), config.sampling)
+        if request.n < 1:
+            raise ValueError(f"expected at least 1 response to a request, got n={request.n}")
+        one = dataclasses.replace(request, n=1)
+        check_requests(self._engine.model, one.requests(0, 0), config.sampling)
         if tokens + request.sampling.max_new_tokens > config.longest_tokens:
             raise ValueError(
                 f"expected at most {config.longest_tokens} tokens of prompt and response, got "
@@ -186,6 +193,7 @@ class Stream:
                 for t in self._engine.step():
                     assert isinstance(t, Trajectory), "whole requests have no chunks"
                     self._end(t)
+                self._check_progress()
                 self._look()
             except BaseException:
                 self._waiting.clear()
@@ -196,7 +204,7 @@ class Stream:
     def close(self) -> None:
         """End the rollout; the next step opens another one."""
         rollout, self._rollout = self._rollout, None
-        self._running, self._number = {}, 0
+        self._running, self._number, self._num_idle = {}, 0, 0
         self._history.drop_groups()
         self._places.busy = [0] * len(self._places.busy)
         if rollout is not None:
@@ -231,6 +239,17 @@ class Stream:
     def _ends(self) -> bool:
         """Return whether the rollout is to be renewed, once its requests have ended."""
         return self._number >= RENEWED_AFTER or (self._has_drafts and self._speculation.is_off)
+
+    def _check_progress(self) -> None:
+        """Raise RuntimeError if rounds have computed nothing for long: no request would end."""
+        num_tokens = self.stats.tokens, self.stats.prefilled_tokens
+        is_idle = num_tokens == self._num_tokens and self.has_work
+        self._num_tokens, self._num_idle = num_tokens, self._num_idle + 1 if is_idle else 0
+        if self._num_idle >= STUCK_AFTER:
+            raise RuntimeError(
+                f"no token in {STUCK_AFTER} fetches, with {len(self._running)} requests that run "
+                f"and {len(self._waiting)} that wait"
+            )
 
     def _look(self) -> None:
         """Judge the drafts of the last rounds, as after a training step."""
@@ -269,15 +288,43 @@ class Stream:
     def _end(self, t: Trajectory) -> None:
         """Note a response; hand over the responses of its request if this is the last one."""
         number = t.request_id // NOISE_NAMES - t.sample_index
-        running = self._running[number]
-        running.done.append(t)
+        if (running := self._running.get(number)) is None:
+            return  # another response of its request has failed in this round
         request = running.request
-        if self._history.end(t.group_id, t.response_ids):
-            self._siblings.forget([t.group_id])
+        if t.finish_reason is FinishReason.NOT_FINITE:
+            return self._fail(number, t)
+        running.done.append(t)
+        self._leave_group(t.group_id, t.response_ids)
         if len(running.done) < request.n:
             return
-        del self._running[number]
-        self._places.busy[running.place] -= 1
+        self._free(number)
         running.done.sort(key=lambda one: one.sample_index)
         sampling, version = request.sampling, request.sampler.version
         running.on_finish([self._rollouts.to_sample(t, sampling, version) for t in running.done])
+
+    def _fail(self, number: int, t: Trajectory) -> None:
+        """End a request with an error because logits of one of its responses are not finite."""
+        running = self._free(number)
+        request = running.request
+        for _ in range(request.n - len(running.done)):
+            self._leave_group(t.group_id, None)
+        rest = request.requests(number, self._places.numbers[running.place])
+        self._engine.remove([r.request_id for r in rest])
+        running.on_finish(
+            ValueError(
+                f"the logits of these weights (version {request.sampler.version}) after "
+                f"{t.num_tokens - 1} tokens of response {t.sample_index} are not finite: no token "
+                "can be drawn; fix: sample from other weights, and train with a lower learning rate"
+            )
+        )
+
+    def _free(self, number: int) -> _Running:
+        """Forget a request that runs; its place is free if it was the last one there."""
+        running = self._running.pop(number)
+        self._places.busy[running.place] -= 1
+        return running
+
+    def _leave_group(self, group: int, response: np.ndarray | None) -> None:
+        """Let later requests with the prompt draft from a response, if there is one."""
+        if self._history.end(group, response):
+            self._siblings.forget([group])

@@ -10,7 +10,7 @@ import numpy as np
 
 from models.lora import trained_part
 from models.sharding import put
-from models.transformer import Params
+from models.transformer import Params, param_specs
 from rl.cluster.processes import Processes
 from rl.config import TrainConfig
 from rl.data.prompts import DataOrder
@@ -153,7 +153,7 @@ def rollout_weights(params: Params, engine: RolloutEngine, partition: Partition)
     one, *more = engine.engines
     if partition.processes.alone or not partition.splits:
         rounded = trainer.cast_params(params, engine.dtype)
-        return rounded if one.mesh is None else laid_out(rounded, one.model, one.mesh)
+        return rounded if one.mesh is None else laid_out(rounded, param_specs(one.model), one.mesh)
     if partition.is_central:
         rounded = trainer.cast_params(params, engine.dtype)
         copy: Params = host_copy(rounded, keep=partition.processes.is_first)

@@ -32,6 +32,11 @@ class Origin(enum.IntEnum):
 class FinishReason(enum.StrEnum):
     STOP = "stop"  # the last response id is an end token, or completes a stop string
     LENGTH = "length"  # max_new_tokens reached: truncated
+    NOT_FINITE = "not_finite"  # the log-probability of the last response id is not finite
+
+
+class NonFiniteLogits(RuntimeError):
+    """Logits of a response are not finite: no token can be drawn from them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +162,17 @@ def of_prefix(request: Request, prefix: Prefix) -> Trajectory:
     names = request.request_id, request.group_id, request.sample_index
     prompt_ids = np.asarray(request.prompt_ids, np.int32)
     return Trajectory(*names, prompt_ids, **arrays, sampling=request.sampling)
+
+
+def check_finite(t: Trajectory) -> None:
+    """Raise NonFiniteLogits for a response that ended because its logits are not finite."""
+    if t.finish_reason is FinishReason.NOT_FINITE:
+        raise NonFiniteLogits(
+            f"request {t.request_id} (group {t.group_id}, sample {t.sample_index}): the policy's "
+            f"logits after {t.num_tokens - 1} tokens of its response are not finite, so that no "
+            "token can be drawn; fix: look at the policy's weights (a lower learning rate often "
+            "helps)"
+        )
 
 
 def longest_tokens(requests: Sequence[Request], sampling: SamplingConfig) -> int:

@@ -15,6 +15,7 @@ Draw = Literal["cdf", "gumbel"]
 MIN_TEMPERATURE = 1e-4  # divided by far less, logits overflow float32
 MAX_STOPS = 16  # strings of one task
 MAX_STOP_CHARACTERS = 100  # of each
+MAX_STOP_BYTES = 2048  # of all strings of a response, in UTF-8: each takes half a KiB
 MAX_STOP_IDS = 64
 OF_TASKS = ("temperature", "top_k", "top_p", "max_new_tokens", "stop_ids", "stop")
 _HOW = 'for example "gsm: temperature=0.6, max_new_tokens=128"'
@@ -198,6 +199,8 @@ def _check_stops(stop_ids: tuple[int, ...], stop: tuple[str, ...]) -> None:
             raise ValueError(f"{name}: expected each once, got {twice!r} again: leave it out")
     if any(i < 0 for i in stop_ids):
         raise ValueError(f"stop_ids: expected ids of tokens, 0 or more, got {min(stop_ids)}")
+    if (size := sum(len(text.encode(errors="replace")) for text in stop)) > MAX_STOP_BYTES:
+        raise ValueError(f"stop: expected at most {MAX_STOP_BYTES:,} bytes in all, got {size:,}")
     for text in stop:
         if not text:
             raise ValueError(

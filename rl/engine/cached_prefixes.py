@@ -65,23 +65,28 @@ class CachedPrefixes:
         """Return the rows whose next token a rule decides on; bool."""
         return self.goes_on(rows) & ~self.of_begun_B[rows] & self.given
 
-    def enter(self, row: int, partial: PartialRequest) -> None:
-        """Put a request into a row; it resumes its chain if all its tokens so far were kept."""
+    def enter(self, row: int, partial: PartialRequest, ends: int) -> None:
+        """Put a request into a row; it resumes its chain if all its tokens so far were kept.
+
+        `ends` is the number of its rule of `Endings`.
+        """
         request, prefix, response = partial.request, partial.prefix, _NONE
         self.end_B[row], self.total_reused_B[row], self.of_begun_B[row] = 0, 0, False
         if prefix is not None:
             self.total_reused_B[row], response = prefix.reused_tokens, prefix.response_ids
-        begun = self._usable(request, np.asarray(request.begun, np.int32))
+        begun = self._usable(request, ends, np.asarray(request.begun, np.int32))
         self.begun_BL[row, : len(begun)], self.begun_tokens_B[row] = begun, len(begun)
-        if not self._start_cached(row, partial, begun):
+        if not self._start_cached(row, partial, ends, begun):
             self._resume_begun(row, response)
 
-    def _start_cached(self, row: int, partial: PartialRequest, begun: np.ndarray) -> bool:
+    def _start_cached(
+        self, row: int, partial: PartialRequest, ends: int, begun: np.ndarray
+    ) -> bool:
         """Start the chain of the row's cached response; return False if it is of no use."""
         request, rule = partial.request, self._rule
         if rule is None or request.cached is None or partial.num_tokens > self.total_reused_B[row]:
             return False
-        tokens = self._usable(request, request.cached.tokens)
+        tokens = self._usable(request, ends, request.cached.tokens)
         n = len(tokens)
         if n <= partial.num_tokens:
             return False
@@ -93,10 +98,10 @@ class CachedPrefixes:
             self.min_logprobs_BL[row, :n] = rule.min_logprobs(name, request.cached, n)
         return True
 
-    def _usable(self, request: Request, tokens: np.ndarray) -> np.ndarray:
+    def _usable(self, request: Request, ends: int, tokens: np.ndarray) -> np.ndarray:
         """Return the tokens up to the response's end."""
         tokens = tokens[: request.limit(self._endings.sampling)]
-        return tokens[: self._endings.read(self._endings.rule(request.sampling), tokens)[0]]
+        return tokens[: self._endings.read(ends, tokens)[0]]
 
     def _resume_begun(self, row: int, response: np.ndarray) -> None:
         """Start the chain of early tokens if they start with the response so far."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
+from typing import Self
 
 import numba
 import numpy as np
@@ -28,46 +29,61 @@ def padded_ids(ids: Collection[int]) -> np.ndarray:
     return np.array([*ids, *[NO_TOKEN] * (room - len(ids))], np.int32)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Rules:
-    """All rules, for compiled code: `next_SC` by byte; rule r starts in state `start_R[r]`.
+Automaton = tuple[np.ndarray, np.ndarray]  # of strings: next states by byte, which are complete
+NO_STATES = np.zeros((0, 256), np.int16), np.zeros(0, bool)
 
-    State 0 belongs to rules without strings.
+
+@dataclasses.dataclass(frozen=True)
+class _Ends:
+    """The end tokens and the strings of a rule."""
+
+    ids: frozenset[int]
+    strings: tuple[str, ...]
+
+
+@dataclasses.dataclass(eq=False)
+class _Rule:
+    """A rule, and how many requests that run have it."""
+
+    ends: _Ends
+    num_requests: int = 0
+
+    def __post_init__(self) -> None:
+        strings = [text.encode() for text in self.ends.strings]
+        self.automaton = _automaton(strings) if strings else None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Tables:
+    """All rules, for compiled code: `next_SC` by byte; rule r has the states from `first_R[r]` on.
+
+    A state is counted from its rule's first. `first_R` is −1 for rules without strings.
     """
 
     ids_RE: np.ndarray
-    start_R: np.ndarray
+    first_R: np.ndarray
     next_SC: np.ndarray
     complete_S: np.ndarray
 
-    def plus(self, ids: Collection[int], strings: Sequence[str]) -> _Rules:
-        """Return these rules and one more."""
-        new_E, (R, E), S = padded_ids(ids), self.ids_RE.shape, len(self.next_SC)
-        ids_RE = np.full((R + 1, max(E, len(new_E))), NO_TOKEN, np.int32)
-        ids_RE[:R, :E], ids_RE[R, : len(new_E)] = self.ids_RE, new_E
-        next_SC, complete_S = _automaton([text.encode() for text in strings])
-        start = S if strings else 0
-        return _Rules(
-            ids_RE,
-            np.append(self.start_R, np.int32(start)),
-            np.concatenate([self.next_SC, next_SC + np.int32(S)]) if strings else self.next_SC,
-            np.concatenate([self.complete_S, complete_S]) if strings else self.complete_S,
-        )
-
-
-_NO_RULES = _Rules(
-    np.empty((0, 1), np.int32),
-    np.empty(0, np.int32),
-    np.zeros((1, 256), np.int32),
-    np.zeros(1, bool),
-)
+    @classmethod
+    def of(cls, rules: Sequence[_Rule | None]) -> Self:
+        ids = [padded_ids(() if rule is None else rule.ends.ids) for rule in rules]
+        ids_RE = np.full((len(rules), max(map(len, ids))), NO_TOKEN, np.int32)
+        first_R, parts, num_states = np.full(len(rules), -1, np.int32), [NO_STATES], 0
+        for r, rule in enumerate(rules):
+            ids_RE[r, : len(ids[r])] = ids[r]
+            if rule is not None and rule.automaton is not None:
+                parts.append(rule.automaton)
+                first_R[r], num_states = num_states, num_states + len(rule.automaton[0])
+        next_SC, complete_S = (np.concatenate(x) for x in zip(*parts, strict=True))
+        return cls(ids_RE, first_R, next_SC, complete_S)
 
 
 class Endings:
-    """The rules of one rollout, one for each sampling that its requests have.
+    """The rules of one rollout, one for each set of ends that its running requests have.
 
-    `stop_ids` and the stops of `sampling`, the rollout's own, hold for all. Raises ValueError for
-    stop strings without `words`, the text of the tokens.
+    `stop_ids` and the stops of `sampling`, the rollout's own, hold for all; they are rule 0. Raises
+    ValueError for stop strings without `words`, the text of the tokens.
     """
 
     def __init__(
@@ -79,32 +95,66 @@ class Endings:
         self.sampling = sampling
         self._stop_ids = {*stop_ids, *sampling.stop_ids}
         self._texts = words
-        self._numbers: dict[SamplingConfig, int] = {}
-        self._rules = _NO_RULES
-        self.unknown_to_device = False  # whether there are ends that only the host finds
-        self.rule(sampling)
+        self._rules = list[_Rule | None]()
+        self._numbers: dict[_Ends, int] = {}
+        self.enter(sampling)
 
-    def rule(self, sampling: SamplingConfig | None) -> int:
-        """Return the number of a sampling's rule; None is the rollout's own sampling."""
-        sampling = sampling or self.sampling
-        number = self._numbers.get(sampling)
+    def enter(self, sampling: SamplingConfig | None) -> int:
+        """Return the number of a request's rule, until it leaves; None: of the rollout's sampling.
+
+        Raises ValueError as `check` does.
+        """
+        ends = self.check(sampling)
+        number = self._numbers.get(ends)
         if number is None:
-            strings = list(dict.fromkeys((*self.sampling.stop, *sampling.stop)))
-            if strings and self._texts is None:
-                raise ValueError(
-                    f"Sampling.stop has {strings[0]!r}, and the text of tokens is not known: "
-                    "expected a tokenizer with the rollout, for example "
-                    "generate(…, tokenizer=tokenizer)"
-                )
-            number = self._numbers[sampling] = len(self._numbers)
-            self._rules = self._rules.plus({*self._stop_ids, *sampling.stop_ids}, strings)
-            self.unknown_to_device |= bool(strings or {*sampling.stop_ids} - self._stop_ids)
+            number = self._add(ends)
+        rule = self._rules[number]
+        assert rule is not None
+        rule.num_requests += 1
+        return number
+
+    def leave(self, number: int) -> None:
+        """Note that a request with this rule does not run any more."""
+        rule = self._rules[number]
+        assert rule is not None and rule.num_requests > 0
+        rule.num_requests -= 1
+
+    def check(self, sampling: SamplingConfig | None) -> _Ends:
+        """Return a request's ends. Raises ValueError for strings if no text of tokens is known."""
+        sampling = sampling or self.sampling
+        strings = tuple(dict.fromkeys((*self.sampling.stop, *sampling.stop)))
+        if strings and self._texts is None:
+            raise ValueError(
+                f"Sampling.stop has {strings[0]!r}, and the text of tokens is not known: "
+                "expected a tokenizer with the rollout, for example "
+                "generate(…, tokenizer=tokenizer)"
+            )
+        return _Ends(frozenset((*self._stop_ids, *sampling.stop_ids)), strings)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the tables."""
+        return sum(x.nbytes for x in vars(self._tables).values())
+
+    def _add(self, ends: _Ends) -> int:
+        """Add a rule in the first free place, after the ones that no request has are gone."""
+        for number, rule in enumerate(self._rules):
+            if rule is not None and not rule.num_requests:
+                del self._numbers[rule.ends]
+                self._rules[number] = None
+        if None not in self._rules:
+            self._rules.append(None)
+        number = self._numbers[ends] = self._rules.index(None)
+        self._rules[number] = _Rule(ends)
+        self._tables = _Tables.of(self._rules)
+        # whether there are ends that only the host finds
+        self.unknown_to_device = any(e.strings or e.ids - self._stop_ids for e in self._numbers)
         return number
 
     def read(self, rule: int, tokens: np.ndarray) -> tuple[int, int, bool]:
         """Return (tokens up to the end, state after them, whether the response ends there)."""
         count_B, stopped_B = np.array([len(tokens)], np.int32), np.zeros(1, bool)
-        state_B = self._rules.start_R[rule : rule + 1].copy()
+        state_B = np.zeros(1, np.int32)
         tokens_BN = np.ascontiguousarray(tokens, np.int32)[None]
         self.cut(tokens_BN, count_B, np.array([rule], np.int32), state_B, stopped_B)
         return int(count_B[0]), int(state_B[0]), bool(stopped_B[0])
@@ -118,23 +168,24 @@ class Endings:
         stopped_B: np.ndarray,
     ) -> None:
         """Lower `count_B` to the tokens up to each end, set `stopped_B`, advance `state_B`."""
-        rules, texts = self._rules, self._texts or NO_TEXT
+        tables, texts = self._tables, self._texts or NO_TEXT
         _cut(
             tokens_BN,
             count_B,
             rule_B,
             state_B,
             stopped_B,
-            rules.ids_RE,
-            rules.next_SC,
-            rules.complete_S,
+            tables.ids_RE,
+            tables.first_R,
+            tables.next_SC,
+            tables.complete_S,
             texts.bytes_N,
             texts.starts,
         )
 
 
-def _automaton(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Aho and Corasick's automaton: (next state [S, 256], if a string is complete [S])."""
+def _automaton(strings: Sequence[bytes]) -> Automaton:
+    """Aho and Corasick's automaton: (next state int16 [S, 256], if a string is complete [S])."""
     edges: list[dict[int, int]] = [{}]
     complete = [False]
     for text in strings:
@@ -146,7 +197,7 @@ def _automaton(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
                 edges[state][byte] = len(edges) - 1
             state = edges[state][byte]
         complete[state] = True
-    next_SC, complete_S = np.zeros((len(edges), 256), np.int32), np.array(complete)
+    next_SC, complete_S = np.zeros((len(edges), 256), np.int16), np.array(complete)
     queue = [(0, 0)]  # (state, state of its longest proper suffix): shorter texts first
     for state, back in queue:
         if state:
@@ -160,16 +211,29 @@ def _automaton(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
 
 @numba.njit(cache=True, nogil=True)
 def _cut(  # type: ignore[no-untyped-def]
-    tokens_BN, count_B, rule_B, state_B, stopped_B, ids_RE, next_SC, complete_S, bytes_N, starts
+    tokens_BN,
+    count_B,
+    rule_B,
+    state_B,
+    stopped_B,
+    ids_RE,
+    first_R,
+    next_SC,
+    complete_S,
+    bytes_N,
+    starts,
 ):
     for b in range(len(count_B)):
+        if not count_B[b]:  # its rule may be gone
+            continue
         state, rule = state_B[b], rule_B[b]
+        first = first_R[rule]
         for n in range(count_B[b]):
             token, ends = tokens_BN[b, n], False
-            if state != 0 and token + 1 < len(starts):
+            if first >= 0 and token + 1 < len(starts):
                 for i in range(starts[token], starts[token + 1]):
-                    state = next_SC[state, bytes_N[i]]
-                    ends = ends or complete_S[state]
+                    state = next_SC[first + state, bytes_N[i]]
+                    ends = ends or complete_S[first + state]
             for e in range(ids_RE.shape[1]):
                 ends = ends or token == ids_RE[rule, e]
             if ends:

@@ -35,7 +35,13 @@ from rl.engine.slot_table import SlotTable
 from rl.engine.speculate import Speculator
 from rl.engine.state_delivery import StateDelivery
 from rl.engine.stats import EngineStats, RoundRecord
-from rl.trajectory import PartialRequest, Request, Trajectory, longest_tokens
+from rl.trajectory import (
+    PartialRequest,
+    Request,
+    Trajectory,
+    check_finite,
+    longest_tokens,
+)
 from sched.request import copy_of
 from spec.budget.budget import plain
 
@@ -105,7 +111,8 @@ class Engine(ModelRunner):
 
         `on_round` is called after every fetch and may raise, which ends the rollout. All processes
         of a mesh call this alike. Raises ValueError, before any device work, for requests that
-        cannot run: empty or too long prompts, tokens outside the vocabulary, repeated ids.
+        cannot run: empty or too long prompts, tokens outside the vocabulary, repeated ids. Raises
+        NonFiniteLogits if a response has none that are finite.
         """
         self.check(requests, spec.sampling)
         spec.endings(requests)
@@ -115,6 +122,7 @@ class Engine(ModelRunner):
             while self.has_work:
                 for trajectory in self.step():
                     assert isinstance(trajectory, Trajectory), "whole requests have no chunks"
+                    check_finite(trajectory)
                     done[trajectory.request_id] = trajectory
                     if on_finish is not None:
                         on_finish(trajectory)

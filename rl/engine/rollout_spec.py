@@ -95,5 +95,5 @@ class RolloutSpec:
         """Return where responses end. Raises ValueError for stop strings without `words`."""
         endings = Endings(self.sampling, self.stop_token_ids, self.words)
         for request in requests:
-            endings.rule(request.sampling)
+            endings.check(request.sampling)
         return endings

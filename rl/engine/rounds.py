@@ -318,7 +318,9 @@ class Rounds:
         live_B = self._table.live_B
         count_B = self._table.commit(tokens_BN, logprobs_BN, drawn_B, drafted_B, reused_B)
         self._rows.joined(np.nonzero(self._table.live_B & ~live_B)[0].tolist())
-        if self._table.endings.unknown_to_device and self._table.stopped_B[count_B > 0].any():
+        table = self._table
+        has_own_ends = table.endings.unknown_to_device or table.not_finite_B.any()
+        if has_own_ends and table.stopped_B[count_B > 0].any():
             self._rows.changed()  # the device would continue there
         self._stats.tokens += int(count_B.sum())
         self._runner.record.note("tokens", tokens_BN.shape, self._table, tokens_BN, logprobs_BN)

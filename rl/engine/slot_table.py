@@ -101,7 +101,8 @@ class SlotTable:
         self.group_ids_B = np.zeros(B, np.int64)
         self.rule_B = np.zeros(B, np.int32)  # of `endings`, and the state that its text is in
         self.state_B = np.zeros(B, np.int32)
-        self.stopped_B = np.zeros(B, bool)  # by an end token or a stop string
+        self.stopped_B = np.zeros(B, bool)  # by an end token, a stop string, or logits
+        self.not_finite_B = np.zeros(B, bool)  # stopped by logits that are not finite
         self.processing_B3 = np.ones((B, 3), np.float32)  # temperature, top_k, top_p
 
     def __len__(self) -> int:
@@ -190,9 +191,10 @@ class SlotTable:
             self.origins_BL[row, n:end] = prefix.origins
         self.prompt_tokens_B[row], self.total_tokens_B[row] = n, end
         self.limit_B[row] = self.final_B[row] = request.limit(endings.sampling)
-        self.rule_B[row] = rule = endings.rule(request.sampling)
+        self.rule_B[row] = rule = endings.enter(request.sampling)
         _, self.state_B[row], self.stopped_B[row] = endings.read(rule, self.tokens_BL[row, n:end])
         self.processing_B3[row] = sampling.temperature, sampling.top_k, sampling.top_p
+        self.not_finite_B[row] = False
         if partial.max_tokens is not None:
             self.extend(row, partial.max_tokens)
         self.busy_B[row] = True
@@ -200,7 +202,7 @@ class SlotTable:
         self.entered_B[row] = self._num_entered
         self.request_ids_B[row], self.group_ids_B[row] = request.request_id, request.group_id
         if self.cached is not None:
-            self.cached.enter(row, partial)
+            self.cached.enter(row, partial, rule)
             self._look_ahead(row)
         self.filled(row, end - 1 if filled_tokens is None else filled_tokens)
 
@@ -222,13 +224,16 @@ class SlotTable:
     ) -> np.ndarray:
         """Append the first `count_B` of each slot's tokens, up to its end; return how many it got.
 
-        The first `reused_B` were kept of a cached response; if a slot had draft tokens, all others
-        but the last were accepted ones.
+        A response ends with the first token whose log-probability is not finite: no token drawn
+        from finite logits has one. The first `reused_B` were kept of a cached response; if a slot
+        had draft tokens, all others but the last were accepted ones.
         """
         drawn_B, count_B = count_B, count_B.copy()
         self.endings.cut(tokens_BN, count_B, self.rule_B, self.state_B, self.stopped_B)
         is_same = self.endings.unknown_to_device or np.array_equal(count_B, drawn_B)
         assert is_same, "the device went on behind an end that it knows"
+        if not np.isfinite(logprobs_BN).all():
+            self._end_not_finite(logprobs_BN, count_B)
         if self.cached is not None:
             state = self.emitted_B, self.stopped_B
             reused_B = self.cached.commit(tokens_BN, count_B, reused_B, *state)
@@ -238,6 +243,14 @@ class SlotTable:
         for row in np.nonzero(self.missing_tokens_B * count_B)[0].tolist():  # drawn in chunks
             self._look_ahead(row)
         return count_B
+
+    def _end_not_finite(self, logprobs_BN: np.ndarray, count_B: np.ndarray) -> None:
+        """Lower `count_B` to the tokens up to each first one whose logits are not finite."""
+        bad_BN = ~np.isfinite(logprobs_BN) & (np.arange(logprobs_BN.shape[1]) < count_B[:, None])
+        bad_B = bad_BN.any(axis=1)
+        count_B[bad_B] = bad_BN[bad_B].argmax(axis=1) + 1
+        self.not_finite_B |= bad_B
+        self.stopped_B |= bad_B
 
     def ended_rows(self) -> list[int]:
         """Return the rows whose response is whole."""
@@ -263,6 +276,7 @@ class SlotTable:
         left = self.leave(row, policy_version)
         assert left.prefix is not None
         reason = FinishReason.STOP if self.stopped_B[row] else FinishReason.LENGTH
+        reason = FinishReason.NOT_FINITE if self.not_finite_B[row] else reason
         return of_prefix(left.request, dataclasses.replace(left.prefix, finish_reason=reason))
 
     def preempt(self, row: int, policy_version: int) -> PartialRequest:
@@ -274,6 +288,7 @@ class SlotTable:
         """Free the row, which keeps its entries; return its request and response so far."""
         left = self.so_far(row, policy_version)
         self.started[row], self.busy_B[row] = None, False
+        self.endings.leave(int(self.rule_B[row]))
         if self.prompts[row] is not None:
             keeps = self.keeps_responses and not self.missing_tokens_B[row]
             end_B = self.total_tokens_B if keeps else self.prompt_tokens_B

@@ -29,6 +29,8 @@ NORMALISATIONS: dict[str, tuple[Normalisation, ...]] = {
 
 
 MAX_RATE = 1000.0  # Adam changes each weight by about the rate
+MAX_BETA = 1 - 2.0**-20  # of float32, in which 1 − β and 1 − β^t are computed
+MIN_EPS = 1e-20  # squares of smaller gradients are 0 in float32: they are divided by it
 
 
 def require(section: Any, **rules: tuple[bool, str]) -> None:
@@ -39,12 +41,27 @@ def require(section: Any, **rules: tuple[bool, str]) -> None:
             raise ValueError(f"{field} must be one of {', '.join(map(str, names))}, got {value!r}")
     for field, (holds, text) in rules.items():
         if not holds:
-            raise ValueError(f"{field} must be {text}, got {getattr(section, field)}")
+            raise ValueError(f"{field} must be {text}, got {getattr(section, field)!s:.100}")
 
 
 def rate_rule(rate: float) -> tuple[bool, str]:
     """Return the rule of a learning rate, or of weight decay, for `require`."""
     return 0 <= rate <= MAX_RATE, f"0 to {MAX_RATE:g}"
+
+
+def adam_rules(section: Any) -> dict[str, tuple[bool, str]]:
+    """Return the rules of a section's settings of AdamW for `require`: all hold in float32."""
+
+    def beta(value: float) -> tuple[bool, str]:
+        return 0 <= value <= MAX_BETA, f"0 to {MAX_BETA:.6f}"
+
+    return {
+        "learning_rate": rate_rule(section.learning_rate),
+        "weight_decay": rate_rule(section.weight_decay),
+        "b1": beta(section.b1),
+        "b2": beta(section.b2),
+        "eps": (MIN_EPS <= section.eps <= MAX_RATE, f"{MIN_EPS:g} to {MAX_RATE:g}"),
+    }
 
 
 CORRECTIONS = "none, token_tis:C, sequence_tis:C, token_mask:LOW:HIGH or sequence_mask:LOW:HIGH"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from models.config import ModelConfig
 from models.layout import layers_per_input
 from rl.gin.values import AUTO, found_size
-from rl.learner.algorithms import AlgorithmConfig, CriticConfig, rate_rule, require
+from rl.learner.algorithms import AlgorithmConfig, CriticConfig, adam_rules, require
 
 MAX_COUNT = 2**24  # tokens of a micro-batch, and optimizer steps of a batch
 
@@ -108,16 +108,12 @@ class OptimizerConfig:
         norm = self.max_grad_norm
         require(
             self,
-            learning_rate=rate_rule(self.learning_rate),
+            **adam_rules(self),
             warmup_steps=(0 <= self.warmup_steps < 2**31, "0 to 2³¹−1"),
-            weight_decay=rate_rule(self.weight_decay),
             max_grad_norm=(
                 norm is None or 0 < norm < math.inf,
                 "positive and finite, or None for no clipping",
             ),
-            b1=(0 <= self.b1 < 1, "in [0, 1)"),
-            b2=(0 <= self.b2 < 1, "in [0, 1)"),
-            eps=(0 < self.eps < math.inf, "positive and finite"),
         )
 
 

@@ -35,8 +35,8 @@ def own_part(mesh: Mesh) -> Mesh | jax.Device:
     return make_mesh(MeshConfig(fsdp=fsdp, tensor=tensor), mine)
 
 
-def laid_out(params: Params, model: ModelConfig, mesh: Mesh) -> Params:
-    """Return weights laid out on another mesh of the same devices in the same order, one by one.
+def laid_out(params: Params, specs: Params, mesh: Mesh) -> Params:
+    """Return weights of these specs on another mesh of the same devices in order, one by one.
 
     Weights on other devices are returned unchanged; memory may be shared with `params`. If there
     are more copies than before, an array is first split over these too, then gathered: XLA would
@@ -46,7 +46,7 @@ def laid_out(params: Params, model: ModelConfig, mesh: Mesh) -> Params:
     before = getattr(leaves[0].sharding, "mesh", None)
     if before in (None, mesh) or list(before.devices.flat) != list(mesh.devices.flat):
         return params
-    more, specs = mesh.shape["data"] > before.shape["data"], jax.tree.leaves(param_specs(model))
+    more = mesh.shape["data"] > before.shape["data"]
 
     def moved(x: jax.Array, spec: ParamSpec) -> jax.Array:
         if more:
@@ -54,7 +54,8 @@ def laid_out(params: Params, model: ModelConfig, mesh: Mesh) -> Params:
             x = in_turn(jax.device_put(x, fitting_sharding(mesh, spec.shape, axes)))
         return in_turn(jax.device_put(x, fitting_sharding(mesh, spec.shape, spec.axes)))
 
-    return tree.unflatten([moved(x, spec) for x, spec in zip(leaves, specs, strict=True)])
+    pairs = zip(leaves, jax.tree.leaves(specs), strict=True)
+    return tree.unflatten([moved(x, spec) for x, spec in pairs])
 
 
 def local_weights(

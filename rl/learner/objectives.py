@@ -18,10 +18,11 @@ from models.sharding import replicated
 from models.training import clipped_adamw
 from models.transformer import Params
 from rl.learner import logprobs, trainer
+from rl.learner.algorithms import MIN_EPS, adam_rules, require
 from rl.learner.config import TrainSpec
 from rl.learner.data import Datum, DatumInputs, pack
 from rl.learner.drawn import DrawnResponses
-from rl.learner.gradient_accumulation import Network, whole
+from rl.learner.gradient_accumulation import Network, all_finite, whole
 from rl.learner.losses import TokenStatistics
 from rl.learner.micro_batches import MicroBatch
 from rl.learner.optimizer import TrainState
@@ -217,21 +218,30 @@ class Adam:
     weight_decay: Any = 0.0
     max_grad_norm: Any = math.inf
 
+    def check(self) -> None:
+        """Raise ValueError for settings that float32 does not hold."""
+        norm = self.max_grad_norm
+        require(self, **adam_rules(self), max_grad_norm=(norm >= MIN_EPS, "positive, or inf"))
+
 
 @partial(jax.jit, static_argnames=("recipe",), donate_argnames=("state",))
 def apply(
     state: TrainState, gradients: Any, adam: Adam, *, recipe: TrainSpec
-) -> tuple[TrainState, jax.Array]:
-    """Take an optimizer step unless the norm is not finite; return the state and the norm.
+) -> tuple[TrainState, jax.Array, jax.Array]:
+    """Take an optimizer step unless the norm or the new weights are not finite.
 
-    `gradients` are sums after `gradient_accumulation.join`.
+    Returns the state, the norm, and whether the new weights are finite. `gradients` are sums after
+    `gradient_accumulation.join`.
     """
     gradients = whole(gradients)
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradients)))
-    is_finite, rates = jnp.isfinite(norm), dict(vars(adam))
+    rates = dict(vars(adam))
     rate = rates.pop("learning_rate")
     optimizer = clipped_adamw(lambda step: rate, **rates)
     changes, opt_state = optimizer.update(gradients, state.opt_state, state.params)
     params = trainer.POLICY.constrain(recipe, optax.apply_updates(state.params, changes))
     after = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
-    return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, state), norm
+    is_finite = all_finite(params)
+    is_taken = jnp.isfinite(norm) & is_finite
+    state = jax.tree.map(lambda new, old: jnp.where(is_taken, new, old), after, state)
+    return state, norm, is_finite

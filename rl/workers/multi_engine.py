@@ -21,7 +21,7 @@ from rl.engine.engine import Engine, OnFinish, OnRound, in_thread
 from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats
 from rl.runtime.waits import HANG_LIMIT_S, POLL_S
-from rl.trajectory import Request, Trajectory, longest_tokens
+from rl.trajectory import Request, Trajectory, check_finite, longest_tokens
 from rl.workers.config import SchedConfig
 from rl.workers.messages import Result, WorkerLimits
 from rl.workers.pool import IdleWork, Place, ThreadPlace
@@ -184,6 +184,7 @@ def collected(
         result = next_result()
         if result is not None:
             assert isinstance(result, Trajectory), "a rollout has no other step"
+            check_finite(result)
             done[result.request_id] = result
             if on_finish is not None:
                 on_finish(result)

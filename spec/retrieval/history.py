@@ -132,10 +132,10 @@ class GrowingHistory:
         self._prompts.move_to_end(key)
         return self._prompts[key]
 
-    def end(self, number: int, response: np.ndarray) -> bool:
-        """Index a response of a group; return whether it is the last one."""
+    def end(self, number: int, response: np.ndarray | None) -> bool:
+        """Index a response of a group, None to leave it out; return whether it is the last one."""
         group = self._groups[number]
-        if self._max_tokens:
+        if self._max_tokens and response is not None:
             self._forest.add(self._trees[number], np.concatenate([group.tail, response]))
         group.num_left -= 1
         if group.num_left:

@@ -43,6 +43,19 @@ def pages(keys_BKhS, values_BKSh):
     return Pages(cut(keys_BKSh), cut(values_BKSh), table_BN.astype(np.int32))
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PortablePages(Pages):
+    """Pages without a kernel."""
+
+    def of_new(self, q_XHh, k_XKh, v_XKh, after, portable):
+        return portable()
+
+
+def portable_pages(keys_BKhS, values_BKSh):
+    return PortablePages(**vars(pages(keys_BKhS, values_BKSh)))
+
+
 LAYOUTS = pytest.mark.parametrize("cached", [Rows, PortableRows, pages])
 
 
@@ -157,3 +170,40 @@ def test_chunks_of_a_row_see_those_before_them(cached):
         Chunks(slot_T[1:2], start_T[1:2], np.zeros((1, C))),
     )
     np.testing.assert_allclose(got[1], alone[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("cached", [Rows, PortableRows, pages, portable_pages])
+def test_numbers_of_others_that_are_not_finite_change_no_bit(cached, bad):
+    """Entries behind the length, of other rows, and new tokens of other rows; own ones do count."""
+    C, lengths, slot_T = 3, (3, 7, 2), np.array([0, 1, 2])
+    *new, keys, values, length_B = inputs(9, lengths)
+    packed = packed_nodes.pack(
+        stack([Draft([1, 2], [-1, 0])] * 3, 9), np.full(3, 2), np.arange(3), 3, 9, 12
+    )
+    trees = packed_nodes.trees(packed_nodes.Nodes(*map(jnp.asarray, packed[:3])), 3, max_nodes=12)
+    chunks = Chunks(slot_T, length_B, np.zeros((3, C), np.int32))
+
+    def attended(k_XKh, v_XKh, keys, values):
+        held = cached(keys, values)
+        of_chunks = [x.reshape(3, C, *x.shape[1:]) for x in (new[0], k_XKh, v_XKh)]
+        return (
+            np.asarray(ATTEND(new[0], k_XKh, v_XKh, held, length_B, trees)).reshape(3, -1),
+            np.asarray(ATTEND(new[0][::3], k_XKh[::3], v_XKh[::3], held, length_B, None)),
+            np.asarray(jax.jit(attend_chunks)(*of_chunks, held, chunks)).reshape(3, -1),
+        )
+
+    given = *new[1:], keys, values
+    wanted = attended(*given)
+    k_XKh, v_XKh, keys, values = map(np.copy, given)
+    for row, length in ((0, 3), (2, 2)):
+        keys[row, :, :, length:] = values[row, :, length:] = bad
+    k_XKh[3:6] = v_XKh[3:6] = keys[1] = values[1] = bad  # a row whose adapter is broken
+    for found, want in zip(attended(k_XKh, v_XKh, keys, values), wanted, strict=True):
+        np.testing.assert_array_equal(found[[0, 2]], want[[0, 2]])
+        assert not np.isfinite(found[1]).any()
+    for array in (v_XKh, values):  # one number of the row itself
+        array[:] = given[1] if array is v_XKh else given[3]
+    v_XKh[3, 0, 0] = bad
+    for found in attended(given[0], v_XKh, given[2], values):
+        assert not np.isfinite(found[1]).all() and np.isfinite(found[[0, 2]]).all()

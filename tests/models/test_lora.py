@@ -79,6 +79,41 @@ def test_each_row_has_the_adapter_of_its_place(config):
     assert lora.for_rows(config, params, jnp.array(chosen)) is params
 
 
+@pytest.mark.parametrize(
+    ("part", "dtype"),
+    [("down_RI", "float32"), ("up_OR", "float32"), ("one number of up_OR", "bfloat16")],
+)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
+def test_an_adapter_next_door_changes_no_bit_whatever_it_holds(bad, part, dtype):
+    """NaN times 0 is NaN: rows of a good adapter have the bits they have beside a harmless one."""
+    config = adapted(TINY)
+    base, good, _ = policy(config)
+    base = jax.tree.map(lambda x: x.astype(dtype), base)
+    wide = lora.with_places(config, 2)
+
+    def broken(low):
+        name, only_one = part.split()[-1], part.startswith("one")
+        array = np.array(getattr(low, name))
+        array[(-1, -1) if only_one else ...] = bad
+        return dataclasses.replace(low, **{name: array})
+
+    def logits(other):
+        places = lora.no_adapters(wide, dtype)
+        for place, adapter in ((1, other), (0, good)):
+            places = lora.put_adapter(places, adapter, jnp.int32(place))
+        params = with_adapters(base, places, wide.lora)
+        tokens_BT = np.tile(TOKENS_BT[:1], (3, 1))
+        rows = lora.for_rows(wide, params, jnp.array([0, 1, 0]))
+        return np.asarray(transformer.logits(wide, rows, tokens_BT))
+
+    harmless = noise(lora_specs(config), 7)
+    is_low = {"is_leaf": lambda x: isinstance(x, LowRank)}
+    wanted, found = logits(harmless), logits(jax.tree.map(broken, harmless, **is_low))
+    np.testing.assert_array_equal(found[[0, 2]], wanted[[0, 2]])
+    if bad != 3e38:  # its own row shows it
+        assert not np.isfinite(found[1]).any()
+
+
 def test_one_weight_by_hand():
     weight_OI, up_OR, down_RI = np.eye(2, 3), np.array([[1.0], [2.0]]), np.array([[1.0, 0.0, -1.0]])
     low = LowRank(jnp.float32(down_RI), jnp.float32(up_OR))

@@ -141,7 +141,7 @@ def on_rollout_mesh(params, config):
     devices = list(trainer["engine"].mesh.devices.flat)
     mesh = rollout_mesh(devices, MODEL.num_kv_heads)
     assert mesh.shape["fsdp"] == 1 < mesh.shape["tensor"]
-    weights = laid_out(trainer["params"], MODEL, mesh)
+    weights = laid_out(trainer["params"], transformer.param_specs(MODEL), mesh)
     return {"engine": Engine(MODEL, config, mesh=mesh), "params": weights}
 
 

@@ -18,7 +18,7 @@ from rl import api
 from rl.config import TrainConfig
 from rl.gin.loader import ConfigError, load
 from rl.rollout import generate
-from rl.trajectory import Request
+from rl.trajectory import NonFiniteLogits, Request
 from spec.config import SamplingConfig
 from spec.sampling import step_key
 
@@ -194,6 +194,66 @@ def test_a_step_is_adam_s(tiny):
         np.testing.assert_allclose((old - new)[sure], 0.01 * np.sign(g[sure]), rtol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("learning_rate", x) for x in (-1.0, 1e4, 1e38, np.inf, np.nan, 10**400)]
+    + [(name, x) for name in ("b1", "b2") for x in (1 - 1e-12, 1.0, -0.1, np.nan)]
+    + [("eps", x) for x in (0.0, 1e-46, 1e-30, np.inf)]
+    + [("weight_decay", x) for x in (1e300, np.nan, -1.0)]
+    + [("max_grad_norm", x) for x in (0.0, 1e-300, np.nan)],
+)
+def test_settings_of_adam_that_float32_does_not_hold_are_refused(policy, setting, value):
+    adam = api.Adam(**{setting: value})
+    with pytest.raises(ValueError, match=rf"^{setting} must be .*, got .{{1,100}}$"):
+        policy.optim_step(adam)
+
+
+@pytest.mark.parametrize("setting", ["eps=1e-30", "b1=0.9999999999", "b2=0.9999999999"])
+def test_a_run_s_settings_of_adam_have_the_same_bounds(tiny, setting):
+    with pytest.raises(ConfigError, match=f"{setting.partition('=')[0]} must be"):
+        open_policy(tiny, f"Optimizer.{setting}")
+
+
+def test_a_step_to_weights_that_are_not_finite_leaves_no_trace(tiny):
+    policy = open_policy(tiny, ONE, *LORA)
+    params = jax.tree.map(lambda x: x.at[0].set(3e38), policy._state.params)
+    policy.forward_backward(some_data(policy))
+    policy._state = dataclasses.replace(policy._state, params=params)
+    before = leaves(policy)
+    with pytest.raises(ValueError, match=r"makes weights that are not finite .learning_rate 1000"):
+        policy.optim_step(api.Adam(learning_rate=1000.0, weight_decay=1000.0))
+    assert policy.version == 0 and not policy.has_gradients
+    for x, y in zip(leaves(policy), before, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("part", ["params", "opt_state"])
+def test_a_saved_state_that_is_not_finite_is_refused_without_a_trace(tiny, tmp_path, part):
+    policy, broken = (open_policy(tiny, ONE, *LORA) for _ in range(2))
+    train(broken, 1)
+    changed = jax.tree.map(
+        lambda x: x.at[(0,) * x.ndim].set(np.nan) if x.ndim else x, getattr(broken._state, part)
+    )
+    broken._state = dataclasses.replace(broken._state, **{part: changed})
+    broken.save_state(tmp_path)
+    before = leaves(policy)
+    with pytest.raises(ValueError, match="are not finite: nothing was loaded"):
+        policy.load_state(tmp_path)
+    for x, y in zip(leaves(policy), before, strict=True):
+        np.testing.assert_array_equal(x, y)
+    if part == "opt_state":  # without it the weights are whole
+        policy.load_state(tmp_path, with_optimizer=False)
+
+
+def test_samples_of_weights_that_are_not_finite_are_an_error(tiny):
+    policy = open_policy(tiny)
+    policy._state = dataclasses.replace(
+        policy._state, params=jax.tree.map(lambda x: x * np.nan, policy._state.params)
+    )
+    with pytest.raises(NonFiniteLogits, match="logits after 0 tokens of its response are not"):
+        policy.sample(PROMPTS, 2)
+
+
 def test_a_custom_loss_has_the_gradient_of_its_named_one(tiny):
     named, custom = open_policy(tiny), open_policy(tiny)
     data = some_data(named)
@@ -334,6 +394,23 @@ def test_adapters_of_one_policy_share_its_weights_alone(tiny):
     train(alone, 3)
     for x, y in zip(leaves(second), leaves(alone), strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+def test_a_further_sampler_on_a_mesh_takes_its_adapter_alone(tiny):
+    policy = open_policy(tiny, "Mesh.data=4", "Mesh.fsdp=2", *LORA)
+
+    def buffers(weights):
+        shards = [s for x in jax.tree.leaves(weights) for s in x.addressable_shards]
+        return {s.data.unsafe_buffer_pointer() for s in shards}
+
+    samplers = [policy.sampler(), *(policy.with_new_adapter(seed).sampler() for seed in (1, 2))]
+    stream = policy.stream(2)
+    held = [buffers(s._weights) for s in samplers]
+    adapters = [buffers(s.adapter) for s in samplers]
+    base = held[0] - adapters[0]
+    assert len(base) > 10
+    assert held[1] - base == adapters[1] and held[2] - base == adapters[2]
+    assert base <= buffers(stream._params())
 
 
 def test_an_adapters_folder_gives_the_adapter_back(tiny, tmp_path):

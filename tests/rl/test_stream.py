@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import re
 
 import jax
 import numpy as np
@@ -20,7 +22,12 @@ from spec.round_times import StepSeconds
 from spec.sampling import NOISE_NAMES, noise_names
 
 SIZES = (
-    *("Policy.lora_rank=4", "Policy.lora_targets=('attention','mlp','head')", "Mesh.data=1"),
+    *(
+        "Policy.lora_rank=16",
+        "Policy.lora_alpha=64",
+        "Policy.lora_targets=('attention','mlp','head')",
+        "Mesh.data=1",
+    ),
     *("Rollout.max_prompt_tokens=44", "Sampling.max_new_tokens=16", "Engine.slots=8"),
     *("Engine.min_slots=8", "Engine.min_positions=64", "Trainer.micro_batch_tokens=128"),
     *("Engine.prefill_rows=2", "Engine.prefill_chunk_tokens=8"),
@@ -43,14 +50,18 @@ def stream(policy):
     stream.close()
 
 
-def moved(policy, seed):
-    """A sampler whose adapter is far from the others."""
+def moved(policy, seed, bad=None):
+    """A sampler whose adapter is far from the others; one number of its last weight is `bad`."""
     twin = policy.with_new_adapter(seed)
     noise = np.random.default_rng(seed)
     with jax.default_device(None):
         params = jax.tree.map(
             lambda x: x + 0.3 * noise.normal(size=x.shape).astype(np.float32), twin._state.params
         )
+    if bad is not None:
+        *leaves, last = jax.tree.leaves(params)
+        tree = jax.tree.structure(params)
+        params = jax.tree.unflatten(tree, [*leaves, last.at[(0,) * last.ndim].set(bad)])
     twin._state = api.init_state(params, api.make_optimizer(twin._learner.recipe.optimizer, 1))
     return twin.sampler()
 
@@ -216,7 +227,56 @@ def test_a_request_that_cannot_run_is_refused(policy, stream):
     long = SampleRequest(policy.sampler(), (1,) * 46, 1, SamplingConfig(max_new_tokens=16), "")
     with pytest.raises(ValueError, match="expected at most 60 tokens of prompt and response"):
         stream.add(long, print)
+    none = SampleRequest(policy.sampler(), (1,), 0, SamplingConfig(max_new_tokens=16), "")
+    with pytest.raises(ValueError, match="expected at least 1 response to a request, got n=0"):
+        stream.add(none, print)
+    with pytest.raises(ValueError, match="has an empty prompt"):
+        stream.add(dataclasses.replace(none, n=1, prompt_ids=()), print)
     assert not stream.has_work
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_broken_adapter_fails_its_own_requests_alone(policy, stream, drafting, bad, drafts):
+    """Good ones beside it, and later ones in its rows, have the bits that they have alone."""
+    one = drafting if drafts else stream
+    good, broken, prompt = moved(policy, 1), moved(policy, 2, bad), (1, 2, 3)
+    sampling = SamplingConfig(max_new_tokens=12)
+    wanted = {f"{i}": SampleRequest(good, (*prompt, i), 2, sampling, f"{i}") for i in range(6)}
+    failing = {f"b{i}": SampleRequest(broken, (*prompt, i), 3, sampling, f"b{i}") for i in range(3)}
+    found = {}
+    for name, request in [*wanted.items(), *failing.items()][::-1]:
+        one.add(request, functools.partial(found.__setitem__, name))
+    while one.has_work:
+        one.step()
+    text = r"logits of these weights \(version 0\) after \d+ tokens of response \d are not finite"
+    for name in failing:
+        assert isinstance(found[name], ValueError) and re.search(text, str(found[name]))
+    assert one._places.busy == [0, 0] and not one._history._groups
+    after = {}
+    for name, request in wanted.items():
+        stream.add(request, functools.partial(after.__setitem__, name))
+        while stream.has_work:
+            stream.step()
+    for name in wanted:
+        for sample, again in zip(found[name], after[name], strict=True):
+            assert sample.token_ids == again.token_ids
+            np.testing.assert_array_equal(sample.logprobs, again.logprobs)
+
+
+def test_rounds_that_compute_nothing_end_with_an_error(policy, monkeypatch):
+    stream = policy.stream(1)
+    request = SampleRequest(policy.sampler(), (1, 2), 1, SamplingConfig(max_new_tokens=4), "a")
+    wanted = run(stream, request)
+    with monkeypatch.context() as patch:
+        patch.setattr(stream._engine, "step", lambda: [])
+        stream.add(request, print)
+        with pytest.raises(RuntimeError, match="no token in 1000 fetches, with 1 requests"):
+            for _ in range(1002):
+                stream.step()
+    assert not stream.has_work
+    assert run(stream, request) == wanted
+    stream.close()
 
 
 @pytest.mark.parametrize("fails", ["step", "rollout"])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from loop_runs import (
@@ -16,7 +18,7 @@ from loop_runs import (
     finish,
     stop_after,
 )
-from run_settings import DRAFTS
+from run_settings import DRAFTS, PIPELINE, SLOTS, WORKERS
 
 from rl import loop
 from rl import setup as run_setup
@@ -28,6 +30,8 @@ from rl.metrics.writer import read_metrics, read_samples
 from rl.packing import Shape
 from rl.runtime import devices
 from rl.runtime.signals import Stopped
+from rl.system import System
+from rl.trajectory import NonFiniteLogits
 from tests.support import tiny_run
 
 STEPS = 3
@@ -294,6 +298,33 @@ def test_a_step_whose_rewards_fail_ends_the_run_and_the_step_before_is_saved(tin
         finish(tiny, tmp_path / "run", *settings)
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]
     assert (tmp_path / "run" / "checkpoints" / "step_00000001").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("settings", "step"),
+    [((), 2), ((*DRAFTS, "Reuse.mode='coupled'"), 2), (WORKERS, 2), (PIPELINE, 3)],
+    ids=["one engine", "drafts and reuse", "workers", "pipeline"],
+)
+def test_logits_that_are_not_finite_end_the_run_with_the_step_before_saved(
+    tiny, tmp_path, monkeypatch, settings, step
+):
+    """Later weights are finite and their logits overflow: no response is trained on."""
+    weights, first = System._rollout_weights, []
+
+    def overflowing(system, trained, engine):
+        params = weights(system, trained, engine)
+        first.append(np.array(params.embedding_VD))
+        if np.array_equal(first[0], first[-1]):
+            return params
+        norm_D = jnp.full_like(params.final_norm_D, 3e38)
+        return dataclasses.replace(params, final_norm_D=norm_D)
+
+    monkeypatch.setattr(System, "_rollout_weights", overflowing)
+    message = rf"^step {step}: request \d+ .group \d+, sample \d.*after \d tokens.*not finite"
+    with pytest.raises(NonFiniteLogits, match=message):
+        finish(tiny, tmp_path, *SLOTS, *settings, "Checkpoint.every_steps=0")
+    assert [row["step"] for row in read_metrics(tmp_path)] == list(range(1, step))
+    assert (tmp_path / "checkpoints" / f"step_{step - 1:08}").is_dir()
 
 
 def test_a_run_that_learns_nothing_ends_with_its_last_step_saved(tiny, tmp_path):

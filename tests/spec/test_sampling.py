@@ -1,6 +1,7 @@
 """Logits to tokens: cuts, draws and keys against plain numpy, and their laws by G-test."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -310,3 +311,45 @@ def test_gumbel_draw_is_the_argmax_of_noisy_logits():
 def test_values_that_make_no_sense_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SamplingConfig(), **change)
+
+
+KINDS_OF_BROKEN = {
+    "all nan": lambda x_V: (slice(None), np.nan),
+    "the least is nan": lambda x_V: (np.argmin(x_V), np.nan),
+    "the highest is nan": lambda x_V: (np.argmax(x_V), np.nan),
+    "one is +inf": lambda x_V: (np.argmin(x_V), np.inf),
+    "two are +inf": lambda x_V: (slice(3, 5), np.inf),
+    "all +inf": lambda x_V: (slice(None), np.inf),
+    "all -inf": lambda x_V: (slice(None), -np.inf),
+}
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def drawn_and_given(logits_BV, temperature_B, cuts, scheme):
+    """Drawn tokens, their log-probs, and the log-probs of a given token."""
+    processed_BV = sampling.processed_logits(logits_BV, temperature_B, *cuts)
+    mass, keys = sampling.masses(processed_BV), row_keys(len(logits_BV))
+    tokens_B, logprobs_B = sampling.draw(processed_BV, keys, temperature_B, scheme, mass)
+    given_B = jnp.full_like(tokens_B, 7)
+    given = sampling.given_log_probs(logits_BV, processed_BV, mass, given_B, temperature_B)
+    return tokens_B, logprobs_B, given[0]
+
+
+@pytest.mark.parametrize("scheme", ["cdf", "gumbel"])
+def test_logits_that_are_not_finite_show_in_the_log_probability_of_any_draw(scheme):
+    """Whatever is cut, and of tokens that are given too: it is all that the engine looks at."""
+    settings = [(t, k, p) for t in (0.0, 1.0) for k in (0, 1, 5) for p in (1.0, 0.5)]
+    temperature_B, top_k_B, top_p_B = (np.array(x) for x in zip(*settings, strict=True))
+    cuts = top_k_B.astype(np.int32), top_p_B.astype(np.float32)
+    good_BV = np.random.default_rng(0).normal(size=(len(settings), 33)).astype(np.float32)
+    given = temperature_B.astype(np.float32), cuts, scheme
+    _, *logprobs = drawn_and_given(good_BV, *given)
+    assert np.isfinite(logprobs).all()
+    for kind, change in KINDS_OF_BROKEN.items():
+        bad_BV = good_BV.copy()
+        for logits_V in bad_BV:
+            at, value = change(logits_V)
+            logits_V[at] = value
+        tokens_B, *logprobs = drawn_and_given(bad_BV, *given)
+        assert not np.isfinite(logprobs).any(), kind
+        assert np.min(tokens_B) >= 0 and np.max(tokens_B) < 33, kind

@@ -15,7 +15,8 @@ from shapes import PLAIN, TINY, make_params
 import rl.engine.rounds
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
-from rl.trajectory import FinishReason, Request
+from rl.engine.rollout_spec import RolloutSpec, draft_with, no_drafts
+from rl.trajectory import FinishReason, NonFiniteLogits, PartialRequest, Request
 from spec.buckets import bucket
 from spec.budget.bandit import BanditBudget, make_bandit
 from spec.budget.budget import DraftDecision, FixedBudget
@@ -151,6 +152,64 @@ def test_a_budget_that_takes_too_wide_a_tree():
 def test_no_requests(engine):
     assert run(engine, []) == []
     assert engine.stats.tokens == engine.stats.fetches == 0
+
+
+# -- logits that are not finite ------------------------------------------------------
+
+
+def foreseen(live, most):
+    """The tokens that the device of hashes will draw, of every request."""
+    drafts = []
+    for a, request_id in enumerate(live.request_ids_A.tolist()):
+        num_prompt, num_tokens = int(live.prompt_tokens_A[a]), int(live.total_tokens_A[a])
+        prompt = tuple(live.tokens_BL[live.rows_A[a], :num_prompt].tolist())
+        tokens, _ = symbolic_device.response(Request(request_id, prompt, max_new_tokens=12))
+        drafts.append(chain(tokens[num_tokens - num_prompt :][: most[a]]))
+    return drafts
+
+
+@pytest.mark.usefixtures("hashes")
+@pytest.mark.parametrize("cache", ["rows", "pages"])
+@pytest.mark.parametrize(("rounds_per_fetch", "drafts"), [(1, False), (4, False), (1, True)])
+def test_logits_that_are_not_finite_end_their_response_alone(
+    monkeypatch, cache, rounds_per_fetch, drafts
+):
+    """At every place of a response; the others, and later ones in its row, are as without it."""
+    pages = {"page_tokens": 4} if cache == "pages" else {}
+    engine = hashing(cache=cache, rounds_per_fetch=rounds_per_fetch, max_nodes=4, **pages)
+    requests = [Request(i, (1, 2 + i % 3), max_new_tokens=12) for i in range(9)]
+    ends = {1: 0, 2: 3, 5: 11, 8: 7}  # responses, and the tokens before
+    logprob, bad = symbolic_device.logprob, set()
+    for i, num_tokens in ends.items():
+        tokens, _ = symbolic_device.response(requests[i])
+        context = 0
+        for token in (*requests[i].prompt_ids, *tokens[:num_tokens]):
+            context = symbolic_device.extended(context, token)
+        bad.add((context, tokens[num_tokens]))
+    monkeypatch.setattr(
+        symbolic_device,
+        "logprob",
+        lambda context, token: np.float32(
+            np.nan if (context, int(token)) in bad else logprob(context, token)
+        ),
+    )
+    drafting = draft_with(Scripted(foreseen)) if drafts else no_drafts
+    spec = RolloutSpec(PARAMS, SAMPLING, KEY, drafts=drafting)
+    done = {}
+    with engine.rollout(spec, max_requests=4, max_tokens=16):
+        engine.add([PartialRequest(r) for r in requests])
+        while engine.has_work:
+            done |= {t.request_id: t for t in engine.step()}
+    for i, request in enumerate(requests):
+        tokens, logprobs = symbolic_device.response(request)
+        n = ends.get(i, 11) + 1
+        assert done[i].response_ids.tolist() == tokens[:n]
+        np.testing.assert_array_equal(done[i].logprobs[: n - 1], logprobs[: n - 1])
+        ended = FinishReason.NOT_FINITE if i in ends else FinishReason.LENGTH
+        assert done[i].finish_reason is ended and np.isnan(done[i].logprobs[-1]) == (i in ends)
+    assert not drafts or engine.stats.fetches < 20, "several tokens a round"
+    with pytest.raises(NonFiniteLogits, match=r"request 1 .group 0, sample 0.*after 0 tokens"):
+        run(engine, requests)
 
 
 # -- counts ------------------------------------------------------------------------

@@ -46,15 +46,15 @@ def test_weights_are_laid_out_anew_to_the_bit_and_never_whole(monkeypatch, befor
     params = jax.tree.map(jax.device_put, whole, param_shardings(before, specs))
     put, passed = jax.device_put, []
     monkeypatch.setattr(jax, "device_put", lambda *given: passed.append(put(*given)) or passed[-1])
-    moved = laid_out(params, MODEL, after)
+    moved = laid_out(params, specs, after)
     assert all(x.dtype == jnp.bfloat16 for x in passed)
     assert all(x.sharding.shard_shape(x.shape) != x.shape for x in passed if x.ndim == 2)
     wanted = param_shardings(after, specs)
     assert jax.tree.map(lambda x: x.sharding, moved) == wanted, "the same as a program returns"
     jax.tree.map(np.testing.assert_array_equal, moved, whole)
-    assert laid_out(moved, MODEL, after) is moved
+    assert laid_out(moved, specs, after) is moved
     elsewhere = make_mesh(MeshConfig(tensor=2), jax.devices()[:2])
-    assert laid_out(moved, MODEL, elsewhere) is moved, "who has other devices takes them itself"
+    assert laid_out(moved, specs, elsewhere) is moved, "who has other devices takes them itself"
 
 
 @pytest.mark.skipif(jax.device_count() != 8, reason="needs 8 (virtual) devices")
