@@ -275,6 +275,7 @@ class PipelineRollouts:
                 done = self._collector.take(step, num_tokens)
             stats = self._session.stats(number)
             stats.events = self._session.new_events()
+            stats.pool = self._session.new_pool_counts()
             with timings.section("reward"):
                 return self._scorer.responses(done, stats)
 

@@ -183,6 +183,11 @@ class ReuseConfig:
         return parse_mode(self.mode).couples_noise
 
     @property
+    def keeps_old_tokens(self) -> bool:
+        """True if responses may have tokens that an older policy drew."""
+        return self.enabled and not self.couples_noise
+
+    @property
     def epochs(self) -> int:
         """The number of epochs that the rollout cache has to hold."""
         return 1 + parse_mode(self.mode).back
@@ -215,4 +220,19 @@ def check_coupling(
         raise ValueError(
             f"{mode} needs every example at most twice in a step (an epoch ends in it), got "
             f"{prompts_per_step} prompts of {num_examples} examples: lower Rollout.prompts_per_step"
+        )
+
+
+def check_age(
+    config: ReuseConfig, num_examples: int, max_prompts_per_step: int, *, is_pipeline: bool
+) -> None:
+    """Raise ValueError if every response of the last epoch would be too old to be reused."""
+    # a pipeline's responses are an update old when they are new
+    youngest = config.epochs * (num_examples // max_prompts_per_step) + is_pipeline
+    limit = config.max_age_steps
+    if config.keeps_old_tokens and limit is not None and limit < youngest:
+        raise ValueError(
+            f"Reuse.max_age_steps={limit} leaves nothing to reuse: the responses of an epoch of "
+            f"{num_examples} prompts are {youngest} steps old or older when Reuse.mode="
+            f"{config.mode!r} takes them: raise it to several epochs, or set it to None"
         )
