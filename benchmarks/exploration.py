@@ -1,11 +1,12 @@
-"""What reuse costs in exploration: `python -m benchmarks.exploration --json`
+"""Exploration under reuse, in a table: `python -m benchmarks.exploration --json`
 
-A table of prompts with one right answer of `ANSWERS` each, and a policy of a logit an answer that
-GRPO moves, prompt by prompt: nothing generalises, so a prompt that is never solved by a draw stays
-unsolved. A real policy also moves prompts that it does not solve. Requests, their noise and their
-cached responses are those of `rl.speculation.reuse.Reuse` in a run of an epoch a step; an answer is
-argmax(logit + Gumbel noise of the request's name). Counted are the prompts with at least one right
-answer so far, and the expected reward of the last policy.
+Each prompt has one right answer of `ANSWERS`, and the policy has a logit an answer, which GRPO
+moves prompt by prompt. Nothing generalises: a prompt that no draw solves stays unsolved, while a
+real policy also learns from other prompts. Requests, their noise and their cached responses are
+those of `rl.speculation.reuse.Reuse` in a run with an epoch a step; an answer is the argmax of
+logits plus Gumbel noise of the request's name. Figures are the prompts with a right answer so far,
+and the expected reward of the last policy. In the `graded` table some wrong answers earn a little,
+so that few groups have equal rewards.
 """
 
 from __future__ import annotations
@@ -27,18 +28,34 @@ from spec.sampling import NOISE_NAMES
 
 ANSWERS, GROUP, LEARNING_RATE = 50, 8, 1.0
 REPORTED = (5, 10, 20, 40)  # epochs
+PARTIAL = 5, 0.2  # wrong answers that earn a little in the graded table, and their reward
 SHARE = ReuseConfig().fresh_share
+
+
+def coupled(fresh_share: float = SHARE, *, renew_groups: bool = True) -> ReuseConfig:
+    return ReuseConfig("coupled", fresh_share=fresh_share, renew_groups=renew_groups)
+
+
+def lenient(fresh_share: float = SHARE, *, renew_groups: bool = True) -> ReuseConfig:
+    return ReuseConfig("lenient:e^0.5", fresh_share=fresh_share, renew_groups=renew_groups)
+
+
 WAYS = {
-    "fresh": ReuseConfig("off"),
-    **{
-        f"{name}{title}": ReuseConfig(mode, fresh_share=share, renew_groups=renews)
-        for name, mode in (("coupled", "coupled"), ("lenient", "lenient:e^0.5"))
-        for title, share, renews in (
-            ("", SHARE, True),
-            ("_share_only", SHARE, False),
-            ("_groups_only", 0.0, True),
-            ("_repeating", 0.0, False),
-        )
+    "binary": {
+        "fresh": ReuseConfig("off"),
+        "coupled": coupled(),
+        "coupled_groups_only": coupled(0.0),
+        "coupled_share_only": coupled(renew_groups=False),
+        "coupled_repeating": coupled(0.0, renew_groups=False),
+        "lenient": lenient(),
+        "lenient_repeating": lenient(0.0, renew_groups=False),
+    },
+    "graded": {
+        "fresh": ReuseConfig("off"),
+        "coupled": coupled(),
+        "coupled_groups_only": coupled(0.0),
+        "coupled_half_fresh": coupled(0.5),
+        "coupled_repeating": coupled(0.0, renew_groups=False),
     },
 }
 
@@ -56,10 +73,18 @@ class Epochs:
 class Table:
     """Prompts with a right answer each, and the logits of a policy over the answers."""
 
-    def __init__(self, num_prompts: int, seed: int) -> None:
+    def __init__(self, num_prompts: int, seed: int, *, is_graded: bool) -> None:
         self.right_P = np.random.default_rng(seed).integers(0, ANSWERS, num_prompts)
         self.logits_PV = np.zeros((num_prompts, ANSWERS))
-        self.seed = seed
+        self.seed, self._is_graded = seed, is_graded
+
+    def reward(self, prompt: int, answer: int) -> float:
+        """Return 1 for the right answer, a little for the next few of a graded table."""
+        distance = (answer - int(self.right_P[prompt])) % ANSWERS
+        num_partial, partial = PARTIAL
+        if distance == 0:
+            return 1.0
+        return partial if self._is_graded and distance <= num_partial else 0.0
 
     @property
     def probs_PV(self) -> np.ndarray:
@@ -83,9 +108,12 @@ class Table:
         self.logits_PV += LEARNING_RATE * gradient_PV / size
 
 
-def play(config: ReuseConfig, num_prompts: int, num_epochs: int, seed: int) -> Epochs:
+def play(
+    config: ReuseConfig, num_prompts: int, num_epochs: int, seed: int, *, is_graded: bool = False
+) -> Epochs:
     """Train a table for some epochs, of one step each."""
-    table, cache = Table(num_prompts, seed), RolloutCache(epochs=config.epochs)
+    table = Table(num_prompts, seed, is_graded=is_graded)
+    cache = RolloutCache(epochs=config.epochs)
     reuse = Reuse(config, cache, seed=seed, greedy=False)
     numbers, keys = range(num_prompts), [str(p) for p in range(num_prompts)]
     prompts, found = [(p,) for p in numbers], Epochs([], [], [], [])
@@ -108,7 +136,7 @@ def play(config: ReuseConfig, num_prompts: int, num_epochs: int, seed: int) -> E
             done.append(_response(r, answer, table, logprobs_PV, step, is_kept=is_kept))
         metrics = reuse.remember(keys, done, step, cache)
         answers_PG, rewards_PG = _by_group(done, num_prompts)
-        solved_P |= rewards_PG.any(1)
+        solved_P |= (rewards_PG == 1).any(1)
         table.learn(answers_PG, rewards_PG)
         found.solved.append(float(solved_P.mean()))
         found.reward.append(float(table.probs_PV[numbers, table.right_P].mean()))
@@ -132,7 +160,7 @@ def _response(
         np.array([step - 1], np.int32),
         np.array([Origin.REUSED if is_kept else Origin.PLAIN], np.uint8),
         FinishReason.STOP,
-        float(answer == table.right_P[r.group_id]),
+        table.reward(r.group_id, answer),
         emission_logprobs=logprobs,
     )
 
@@ -148,29 +176,38 @@ def _by_group(done: Sequence[Trajectory], num_prompts: int) -> tuple[np.ndarray,
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    num_epochs, seeds = max(REPORTED), range(arguments.seeds)
-    ways = dict[str, Any]()
-    for name, config in WAYS.items():
-        runs = [play(config, arguments.prompts, num_epochs, seed) for seed in seeds]
-        mean = {
-            figure: np.mean([getattr(run, figure) for run in runs], 0)
-            for figure in ("solved", "reward", "repeated", "reused")
-        }
-        ways[name] = {
-            figure: {f"after_{e}": round(float(values[e - 1]), 3) for e in REPORTED}
-            for figure, values in mean.items()
-        }
-        environment.progress(name, ways[name])
-    last, fresh = f"after_{num_epochs}", ways["fresh"]
+    num_prompts, num_epochs = arguments.prompts, max(REPORTED)
+    found: dict[str, Any] = {}
+    for table, ways in WAYS.items():
+        for name, config in ways.items():
+            runs = [
+                play(config, num_prompts, num_epochs, seed, is_graded=table == "graded")
+                for seed in range(arguments.seeds)
+            ]
+            found.setdefault(table, {})[name] = row = _means(runs)
+            environment.progress(table, name, row)
+    last = f"after_{num_epochs}"
     ratios = {
-        f"{name}_{figure}_over_fresh": round(way[figure][last] / fresh[figure][last], 3)
-        for name, way in ways.items()
-        if name != "fresh"
+        f"{table}_{name}_{figure}_over_fresh": round(
+            row[figure][last] / ways["fresh"][figure][last], 3
+        )
+        for table, ways in found.items()
+        for name, row in ways.items()
         for figure in ("solved", "reward")
+        if name != "fresh"
     }
-    return {**ratios, "epochs": num_epochs, "fresh_share": SHARE, "ways": ways}
+    return {**ratios, "epochs": num_epochs, "fresh_share": SHARE, "tables": found}
+
+
+def _means(runs: Sequence[Epochs]) -> dict[str, dict[str, float]]:
+    """Return the mean of each figure over runs, after some epochs."""
+    figures = [field.name for field in dataclasses.fields(Epochs)]
+    means = {name: np.mean([getattr(run, name) for run in runs], 0) for name in figures}
+    return {
+        name: {f"after_{e}": round(float(values[e - 1]), 3) for e in REPORTED}
+        for name, values in means.items()
+    }
 
 
 if __name__ == "__main__":
-    packages = ("jax", "jaxlib", "numpy")
-    environment.run(__doc__, measure, packages, prompts=400, seeds=3)
+    environment.run(__doc__, measure, prompts=400, seeds=3)
