@@ -140,7 +140,7 @@ def play(
         table.learn(answers_PG, rewards_PG)
         found.solved.append(float(solved_P.mean()))
         found.reward.append(float(table.probs_PV[numbers, table.right_P].mean()))
-        found.repeated.append(metrics.get("reuse/repeated_fraction", 0.0))
+        found.repeated.append(metrics.get("spec/repeated_fraction", 0.0))
         found.reused.append(num_reused / len(done))
     return found
 

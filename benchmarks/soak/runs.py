@@ -53,7 +53,7 @@ Speculation.sources = ("model", "own")
 DraftModel.proposal = "shared_noise"
 DraftModel.directory = {{policy!r}}
 """
-OF_ROUNDS = ("spec/", "reuse/", "rollout/", "emission_kl/", "sampling/", "mismatch_kl")
+OF_ROUNDS = ("spec/", "rollout/", "emission_kl/", "sampling/", "mismatch_kl")
 POLL_S = 0.002
 TIMEOUT_S = 600.0
 STOP_S = 60.0

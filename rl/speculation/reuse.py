@@ -132,7 +132,7 @@ class Reuse:
         last = {key: self._cache.get(key) for key in dict.fromkeys(keys)}
         renewals = {key: self._renewal.renewals(group) for key, group in last.items()}
         kept = remember(cache, keys, trajectories, scored=self.mode.enabled, renewals=renewals)
-        metrics = {"reuse/renewed_groups": float(sum(map(self._renewal.is_due, kept.values())))}
+        metrics = {"spec/renewed_groups": float(sum(map(self._renewal.is_due, kept.values())))}
         pairs = [
             (before.tokens, now.tokens)
             for key, group in kept.items()
@@ -140,7 +140,7 @@ class Reuse:
         ]
         if pairs:
             repeated = sum(np.array_equal(before, now) for before, now in pairs)
-            metrics["reuse/repeated_fraction"] = repeated / len(pairs)
+            metrics["spec/repeated_fraction"] = repeated / len(pairs)
         return metrics | self._ages(trajectories, step)
 
     def _ages(self, trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
@@ -151,7 +151,7 @@ class Reuse:
         ages = step - 1 - np.concatenate([*kept, np.empty(0, np.int32)])
         if not ages.size:
             return {}
-        return {"reuse/mean_age": float(ages.mean()), "reuse/max_age": float(ages.max())}
+        return {"spec/reused_age": float(ages.mean()), "spec/reused_age_max": float(ages.max())}
 
     def after_update(self, metrics: Mapping[str, float]) -> None:
         """Adapt the lenience to the share of tokens that the step's updates clipped."""

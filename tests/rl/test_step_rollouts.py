@@ -128,9 +128,9 @@ def test_noise_that_is_renewed_is_the_same_in_every_mode(tiny, tmp_path):
     stop_after(tiny, tmp_path / "resumed", 3, *settings, alone, "Checkpoint.every_steps=0")
     assert_learnt_alike(ahead, finish(tiny, tmp_path / "resumed", *settings, alone))
     rows = steps(ahead)
-    assert 0 < sum(row["reuse/renewed_groups"] for row in rows) < 25
+    assert 0 < sum(row["spec/renewed_groups"] for row in rows) < 25
     assert sum(row["ahead/dropped_requests"] for row in rows) > 0
-    assert 0 < max(row.get("reuse/repeated_fraction", 0.0) for row in rows)
+    assert 0 < max(row.get("spec/repeated_fraction", 0.0) for row in rows)
 
 
 def test_stopped_and_resumed_it_learns_the_same_bits(tiny, settings, ahead, tmp_path):

@@ -88,7 +88,7 @@ def few_devices(count=1):
 
 def learnt(row):
     """What training knows of a step: all but how its tokens were come by."""
-    ours = ("spec/", "reuse/", "rollout/", "emission_kl/", "drafter/")
+    ours = ("spec/", "rollout/", "emission_kl/", "drafter/")
     return {k: v for k, v in deterministic_view(row).items() if not k.startswith(ours)}
 
 

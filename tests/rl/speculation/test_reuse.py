@@ -135,8 +135,8 @@ def test_a_group_that_taught_nothing_draws_with_fresh_noise_from_then_on():
         rewards = {(g, i): float(i and (g == 0 or step > 1)) for g in (0, 1) for i in (0, 1)}
         done = [answer(g, i, [9], reward=reward) for (g, i), reward in rewards.items()]
         metrics = reuse.remember(KEYS, done, step, cache)
-        assert metrics["reuse/renewed_groups"] == (step == 1)
-        assert metrics.get("reuse/repeated_fraction") == (None if step == 1 else 1.0)
+        assert metrics["spec/renewed_groups"] == (step == 1)
+        assert metrics.get("spec/repeated_fraction") == (None if step == 1 else 1.0)
     for i in (0, 1):
         assert ids[1, 0, i] == ids[2, 0, i] == ids[3, 0, i]
         assert ids[1, 1, i] != ids[2, 1, i] == ids[3, 1, i]
@@ -213,8 +213,8 @@ def test_the_age_of_kept_tokens_is_a_metric():
         t.origins[:3] = Origin.REUSED
         t.policy_versions[:] = [1, 1, 4, 6]
     metrics = reuse.remember(KEYS, drawn, 7, cache)
-    assert (metrics["reuse/mean_age"], metrics["reuse/max_age"]) == (4.0, 5.0)
-    assert "reuse/mean_age" not in make("coupled")[0].remember(KEYS, drawn, 7, cache)
+    assert (metrics["spec/reused_age"], metrics["spec/reused_age_max"]) == (4.0, 5.0)
+    assert "spec/reused_age" not in make("coupled")[0].remember(KEYS, drawn, 7, cache)
     assert make("off")[0].remember(KEYS, drawn, 7, cache) == {}
 
 
