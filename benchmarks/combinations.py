@@ -1,10 +1,17 @@
 """Every pair of settings of rollouts in a run: `python -m benchmarks.combinations --json`
 
-A covering table: sources (alone and in pairs), budgets, modes of reuse, caches, workers, devices
-and modes of training. Each pair of values that may be combined is in a row at least once. A row is
-a run of `tests.support.tiny_run` through three epochs, with the engine's default sizes scaled down,
-so that every branch of every program is traced. Its responses are those of plain decoding on one
-worker with the same reuse, except for rounding. Rows that are rejected are rejected by a sentence.
+A covering table: sources (alone and in pairs), budgets, modes of reuse, caches, workers (also ones
+that draft for others), devices, modes of training (also HistoPipe), trained weights (all, or
+adapters) and passes of dynamic sampling. Each pair of values that may be combined is in a row at
+least once. A row is a run of `tests.support.tiny_run` through three epochs, with the engine's
+default sizes scaled down, so that every branch of every program is traced. Its responses are those
+of plain decoding on one worker with the same reuse, except for rounding. Rows that are rejected are
+rejected by a sentence.
+
+HistoPipe defers by the clock, to newer weights. Its rows have a learning rate of 0, so that all
+weights draw the same, and their responses are compared in any order. With reuse or further passes
+time also decides which responses are there to reuse, and how many prompts a step has: such a row
+only has to run.
 """
 
 from __future__ import annotations
@@ -17,7 +24,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +32,7 @@ from typing import Any
 DEVICES_FLAG = "--xla_force_host_platform_device_count=4"
 Row = Mapping[str, str]  # factor -> value
 Pair = frozenset[tuple[str, str]]
+Sample = tuple[str, int, str]  # example, sample of its group, response
 
 SOURCES = ("last", "history", "histospec", "group", "own", "learned", "model")
 FACTORS: dict[str, tuple[str, ...]] = {
@@ -32,9 +40,11 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "budget": ("goodput", "fixed:2", "aimd", "bandit", "off"),
     "reuse": ("off", "lenient:e^0.5", "coupled", "delayed:1.0", "random", "full"),
     "cache": ("rows", "pages"),
-    "workers": ("one", "two", "helpers"),
+    "workers": ("one", "two", "helpers", "drafting"),
     "devices": ("1", "4"),
-    "mode": ("sync", "ahead", "pipeline"),
+    "mode": ("sync", "ahead", "pipeline", "histopipe"),
+    "weights": ("all", "adapters"),
+    "passes": ("one", "several"),
 }
 # The engine's defaults over eight, with two buckets of slots and of positions each.
 SIZES = (
@@ -59,6 +69,7 @@ SIZES = (
     "Drafter.row_tokens=64",
     "DraftModel.max_depth=3",
     "Rollout.prompts_per_step=3",  # an epoch is two steps
+    "Reuse.max_age_steps=9",
     "Run.steps=5",
     "Run.hang_limit_s=120",
     "Checkpoint.every_steps=0",
@@ -69,9 +80,21 @@ FEW_PAGES = 24  # two of the longest requests and a half, in each of two parts a
 # Rows that cannot run, and words of the sentence that says so.
 REJECTIONS: tuple[tuple[Callable[[Row], bool], str], ...] = (
     (lambda r: r["sources"] == "history+histospec", "history or histospec, not both"),
-    (lambda r: r["workers"] == "helpers" and r["mode"] == "pipeline", "go on to the next step"),
+    (lambda r: r["workers"] == "helpers" and _overlaps(r), "go on to the next step"),
     (lambda r: r["workers"] == "helpers" and r["budget"] == "off", "idle workers draft for others"),
+    (
+        lambda r: (
+            r["workers"] == "drafting"
+            and ("model" not in r["sources"].split("+") or r["budget"] == "off")
+        ),
+        "draft by a draft model",
+    ),
 )
+
+
+def _overlaps(row: Row) -> bool:
+    """Return whether workers answer a step while the one before is learned from."""
+    return row["mode"] in ("pipeline", "histopipe")
 
 
 def rejection(row: Row) -> str | None:
@@ -136,9 +159,12 @@ def _completed(
 
 def rejected() -> list[dict[str, str]]:
     """Return a row for each rule of `REJECTIONS`."""
-    all_values = itertools.product(*FACTORS.values())
-    rows = [dict(zip(FACTORS, values, strict=True)) for values in all_values]
-    return [next(row for row in rows if rejection(row) == words) for _, words in REJECTIONS]
+
+    def all_rows() -> Iterator[dict[str, str]]:
+        for values in itertools.product(*FACTORS.values()):
+            yield dict(zip(FACTORS, values, strict=True))
+
+    return [next(row for row in all_rows() if rejection(row) == words) for _, words in REJECTIONS]
 
 
 def overrides(row: Row, policy: Path) -> list[str]:
@@ -151,7 +177,7 @@ def overrides(row: Row, policy: Path) -> list[str]:
         f"Speculation.budget={row['budget']!r}",
         f"Reuse.mode={row['reuse']!r}",
         f"Engine.cache={row['cache']!r}",
-        f"Sched.mode={row['mode']!r}",
+        f"Sched.mode={('pipeline' if _overlaps(row) else row['mode'])!r}",
         f"Sampling.draw={_draw(row)!r}",
         f"DraftModel.directory={str(policy)!r}",
     ]
@@ -166,14 +192,33 @@ def overrides(row: Row, policy: Path) -> list[str]:
         given.append("Sched.workers=2")
     if workers == "helpers":
         given += ["Drafting.requests_per_helper=2", "Drafting.methods=('own',)"]
+    if workers == "drafting":
+        given.append("Drafting.workers=1")
+    if row["mode"] == "histopipe":
+        given += ["Sched.policy='histopipe'", "Sched.ranking_groups=2"]
+    if row["weights"] == "adapters":
+        given += ["Policy.lora_rank=4", "Policy.lora_targets=('attention', 'mlp', 'head')"]
+    if row["passes"] == "several":
+        reward = f"{policy.parent / 'reward.py'}:lucky"
+        given += ["Algorithm.name='dapo'", "Algorithm.max_extra_phases=1"]
+        given.append(f"Reward.functions=({reward!r},)")
+    if row.get("learns", row["mode"]) in ("no", "histopipe"):
+        given.append("Optimizer.learning_rate=0.0")
     return given
 
 
 def reference(row: Row) -> dict[str, str]:
     """Return the row of plain decoding whose responses these have to be."""
-    mode = "pipeline" if row["mode"] == "pipeline" else "sync"
     plain = {"sources": "own", "budget": "off", "cache": "rows", "workers": "one", "devices": "1"}
-    return {**plain, "reuse": row["reuse"], "mode": mode, "draw": _draw(row)}
+    kept = {name: row[name] for name in ("reuse", "weights", "passes")}
+    learns = "no" if row["mode"] == "histopipe" else "yes"
+    mode = "pipeline" if _overlaps(row) else "sync"
+    return {**plain, **kept, "mode": mode, "learns": learns, "draw": _draw(row)}
+
+
+def is_compared(row: Row) -> bool:
+    """Return whether the responses of a row are a function of its settings."""
+    return row["mode"] != "histopipe" or (row["reuse"], row["passes"]) == ("off", "one")
 
 
 def _draw(row: Row) -> str:
@@ -188,10 +233,10 @@ class Runs:
         from tests.support import tiny_run
 
         self._folder, self._config = folder, tiny_run.make_inputs(folder)
-        self._references: dict[tuple[tuple[str, str], ...], list[str]] = {}
+        self._references: dict[tuple[tuple[str, str], ...], list[Sample]] = {}
 
-    def responses(self, row: Row) -> list[str]:
-        """Return the responses of a row's run. Raises as the run does."""
+    def responses(self, row: Row) -> list[Sample]:
+        """Return the responses of a row's run, in its order. Raises as the run does."""
         import jax
 
         from tests.support import tiny_run
@@ -200,7 +245,8 @@ class Runs:
         with tempfile.TemporaryDirectory(dir=self._folder) as run:
             tiny_run.train(self._config, Path(run) / "run", *overrides(row, self._policy))
             lines = (Path(run) / "run" / "samples.jsonl").read_text("utf-8").splitlines()
-        return [json.loads(line)["completion"] for line in lines]
+        samples = map(json.loads, lines)
+        return [(s["example_id"], s["sample_index"], s["completion"]) for s in samples]
 
     @property
     def _policy(self) -> Path:
@@ -208,10 +254,14 @@ class Runs:
 
     def differing(self, row: Row) -> tuple[int, int]:
         """Return how many responses differ from plain decoding, and how many there are."""
+        if not is_compared(row):
+            return 0, len(self.responses(row))
         key = tuple(sorted(reference(row).items()))
         if key not in self._references:
             self._references[key] = self.responses(dict(key))
         got, wanted = self.responses(row), self._references[key]
+        if row["mode"] == "histopipe":
+            got, wanted = sorted(got), sorted(wanted)
         assert len(got) == len(wanted)
         return sum(a != b for a, b in zip(got, wanted, strict=True)), len(wanted)
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from rl.engine.stats import EngineStats
+from rl.engine.stats import EngineStats, PoolCounts
 from rl.engine.worker_record import WorkerEvent
 from rl.learner.advantages import informative_groups
 from rl.responses import Responses, Scorer, scored_rewards
@@ -54,13 +54,16 @@ class StepResponses:
     group_size: int
     scored: list[Scored]
     events: list[WorkerEvent] = dataclasses.field(default_factory=list)
+    pools: list[PoolCounts] = dataclasses.field(default_factory=list)
 
     def add(self, found: Responses) -> EngineStats:
         """Add responses to one of the passes; return the counts of the step so far."""
         rows = zip(found.trajectories, found.scores, found.texts, strict=True)
         self.scored.extend(rows)
         self.events.extend(found.stats.events)
+        self.pools.append(found.stats.pool)
         found.stats.events = list(self.events)
+        found.stats.pool = sum(self.pools, PoolCounts())
         return found.stats
 
     @property

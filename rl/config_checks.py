@@ -21,6 +21,7 @@ def check_sections(config: TrainConfig, model: ModelConfig) -> None:
     check_layout(config, model)
     check_sampling(config)
     check_algorithm(config)
+    check_age(config)
     check_correct_by(config)
     check_task_names(config)
     check_cluster(config)
@@ -89,6 +90,17 @@ def check_algorithm(config: TrainConfig) -> None:
                 f"expected Algorithm.overlong_buffer_tokens of at most Sampling.max_new_tokens="
                 f"{limit}, got {buffer}: lower it"
             )
+
+
+def check_age(config: TrainConfig) -> None:
+    """Raise ValueError if a pipeline would train on tokens of any age."""
+    reuse = config.reuse
+    if config.sched.mode == "pipeline" and reuse.keeps_old_tokens and reuse.max_age_steps is None:
+        raise ValueError(
+            f"Reuse.mode={reuse.mode!r} keeps tokens of older policies, epoch after epoch, and "
+            'Sched.mode="pipeline" bounds the age of all tokens: expected Reuse.max_age_steps, got '
+            "None: set it to a few epochs, in steps"
+        )
 
 
 def check_correct_by(config: TrainConfig) -> None:

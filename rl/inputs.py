@@ -27,7 +27,7 @@ from rl.eval_sets import EvalSets, open_sets
 from rl.rewards.config import validate
 from rl.rewards.findings import Reading
 from rl.runtime.run_files import resolve_path
-from rl.speculation.config import check_coupling
+from rl.speculation.config import check_age, check_coupling
 from spec.config import SamplingConfig
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _open_whole(config: TrainConfig, inputs: Inputs) -> Inputs:
             f"every one of {len(task)} prompts is longer than Rollout.max_prompt_tokens={limit} "
             f"(the shortest has {min(lengths)}): raise the limit"
         )
-    _check_coupling(config, len(usable))
+    _check_reuse(config, len(usable))
     if len(usable) == len(task):
         return inputs
     return dataclasses.replace(inputs, task=_Subset(task, usable), left_out=len(task) - len(usable))
@@ -161,16 +161,18 @@ def _open_stream(config: TrainConfig, inputs: Inputs) -> Inputs:
             f"the first {len(first)} prompts of the data order are longer than "
             f"Rollout.max_prompt_tokens={limit}: raise the limit"
         )
-    _check_coupling(config, len(task))
+    _check_reuse(config, len(task))
     return dataclasses.replace(inputs, left_out=None)
 
 
-def _check_coupling(config: TrainConfig, num_examples: int) -> None:
+def _check_reuse(config: TrainConfig, num_examples: int) -> None:
     phases = 1 + (config.algorithm.resolved.max_extra_phases or 0)
     prompts, size = phases * config.rollout.prompts_per_step, config.rollout.group_size
     # in a pipeline the phases of two steps alternate
-    scattered = config.sched.mode == "pipeline" and phases > 1 and 2 * prompts > num_examples
+    is_pipeline = config.sched.mode == "pipeline"
+    scattered = is_pipeline and phases > 1 and 2 * prompts > num_examples
     check_coupling(config.reuse, num_examples, prompts, size, max_times=2 + scattered)
+    check_age(config.reuse, num_examples, prompts, is_pipeline=is_pipeline)
 
 
 def open_policy(

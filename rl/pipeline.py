@@ -33,9 +33,17 @@ from rl.engine.stats import EngineStats
 from rl.learner.optimizer import TrainState
 from rl.metrics.writer import Timings
 from rl.responses import Responses
-from rl.rollouts import Prompts, Rollouts, left_out, prompts_at, remember, requests_of, spec_of
+from rl.rollouts import (
+    Prompts,
+    Rollouts,
+    left_out,
+    prepare,
+    prompts_at,
+    remember,
+    requests_of,
+    spec_of,
+)
 from rl.runtime.signals import Stopped
-from rl.speculation import reuse
 from rl.system import HostWeights, System
 from rl.trajectory import Request
 from rl.workers.multi_engine import MultiEngine
@@ -48,6 +56,7 @@ from spec.reuse.rollout_cache import RolloutCache
 from spec.sampling import NOISE_NAMES, step_key
 
 ALL_STEPS = 0  # requests are numbered over all steps: one noise key serves them
+MAX_NUMBERS = 2**26  # of requests whose noise repeats: more than two steps have
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -189,16 +198,19 @@ class PipelineRollouts:
         """Return the requests of a step for `new`; `before` are the keys of its earlier passes."""
         system, config = self._system, self._system.config
         size, first = config.rollout.group_size, self._first_group(step)
-        # noise that repeats is named by the example, so that a name may be in use twice
-        named = step * NOISE_NAMES if system.reuse.mode.couples_noise else first * size
-        requests = requests_of(system, new, before)
-        self._scorer.examples.update(enumerate(new.examples, first + len(before)))
-        return [
-            dataclasses.replace(
-                r, request_id=r.request_id + named, group_id=r.group_id + first + len(before)
-            )
-            for r in requests
-        ]
+        first_group = first + len(before)
+
+        def numbered(r: Request) -> Request:
+            request_id = r.request_id + first * size
+            if system.reuse.mode.couples_noise:
+                # noise that repeats is named by the example, so that a name may be in use twice
+                number = (r.group_id + first_group) * size + r.sample_index
+                request_id = number % MAX_NUMBERS * NOISE_NAMES + r.request_id % NOISE_NAMES
+            return dataclasses.replace(r, request_id=request_id, group_id=r.group_id + first_group)
+
+        requests = requests_of(system, new, step, before)
+        self._scorer.examples.update(enumerate(new.examples, first_group))
+        return [numbered(r) for r in requests]
 
     def _submit(
         self, step: int, place: int, prompts: Prompts, first: int, requests: Sequence[Request]
@@ -263,6 +275,7 @@ class PipelineRollouts:
                 done = self._collector.take(step, num_tokens)
             stats = self._session.stats(number)
             stats.events = self._session.new_events()
+            stats.pool = self._session.new_pool_counts()
             with timings.section("reward"):
                 return self._scorer.responses(done, stats)
 
@@ -287,9 +300,9 @@ class PipelineRollouts:
     def _keep(self, collected: StepResponses, rollouts: Rollouts, step: int) -> None:
         """Record the state that later steps need, and add to the step's metrics."""
         system, own, stats = self._system, collected.step_prompts, rollouts.stats
-        scored, responses = system.reuse.mode.enabled, rollouts.trajectories
-        if system.speculation.keeps_history or scored:
-            reuse.remember(self._late, rollouts.prompts.keys, responses, scored=scored)
+        responses = rollouts.trajectories
+        repetition = remember(system, rollouts.prompts.keys, responses, step, self._late)
+        rollouts.metrics.update(repetition)
         self._held = collected.held()
         lengths: dict[str, list[int]] = {}
         for t in responses:
@@ -305,7 +318,7 @@ class PipelineRollouts:
         after = self._cursor if step + 2 <= system.config.run.steps else None
         rollouts.metrics.update(system.reuse.metrics(stats, stats.tokens, step, rule))
         first_group = self._first_group(step + 2)
-        rollouts.metrics.update(remember(system, (), (), after, first_group))
+        rollouts.metrics.update(prepare(system, after, first_group))
         rollouts.metrics.update(left_out(system, own.passed_over))
         for past in [s for s in self._prompts if s < step]:
             del self._prompts[past]

@@ -30,11 +30,11 @@ from rl.learner.optimizer import TrainState
 from rl.metrics.writer import Timings
 from rl.responses import Responses, Scorer, scored_rewards
 from rl.rewards.scores import Score
-from rl.speculation import reuse
 from rl.system import System
 from rl.trajectory import NonFiniteLogits, Prompt, Request, Trajectory
 from rl.workers.ahead_engine import AheadEngine, ComingStep, Prefetched
 from spec.reuse.prefix_rule import PrefixRule
+from spec.reuse.rollout_cache import RolloutCache
 
 NO_PREFETCH = Prefetched()
 
@@ -207,7 +207,8 @@ def generate(
     stats = joined([p.stats for p in passes])
     metrics = system.reuse.metrics(stats, sum(t.num_tokens for t in trajectories), step)
     coming = prompts.end if step < system.config.run.steps else None
-    metrics |= remember(system, prompts.keys, trajectories, coming)
+    metrics |= remember(system, prompts.keys, trajectories, step, system.cache)
+    metrics |= prepare(system, coming)
     metrics |= left_out(system, prompts.end - cursor - len(prompts))
     if system.drafting is not None:
         metrics |= system.drafting.metrics()
@@ -260,7 +261,7 @@ def _sample(
     """
     config, first, drafter = system.config, len(before), system.drafter
     system.speculation.settle()  # the cache has one reader at a time
-    every = prefetched.resumed(requests_of(system, new, before.keys))
+    every = prefetched.resumed(requests_of(system, new, step, before.keys))
     requests = [r for r in every if system.partition.answers(r.group_id)]
     drafts = system.speculation.drafter_factory(
         *(new.keys, new.tokens, own_drafts(requests)),
@@ -320,7 +321,9 @@ def spec_of(
     )
 
 
-def requests_of(system: System, new: Prompts, before: Sequence[str] = ()) -> list[Request]:
+def requests_of(
+    system: System, new: Prompts, step: int, before: Sequence[str] = ()
+) -> list[Request]:
     """Return the requests of a step to new prompts; `before` are the keys of its earlier passes.
 
     First samples come first, so that siblings that start later have text to draft from.
@@ -328,6 +331,7 @@ def requests_of(system: System, new: Prompts, before: Sequence[str] = ()) -> lis
     config = system.config
     return system.reuse.requests(
         *(new.keys, new.tokens, new.numbers, config.rollout.group_size),
+        step=step,
         before=before,
         samplings=[config.sampling.of(example.task) for example in new.examples],
     )
@@ -363,16 +367,21 @@ def remember(
     system: System,
     keys: Sequence[str],
     trajectories: Sequence[Trajectory],
-    coming: int | None,
-    first_group: int = 0,
+    step: int,
+    cache: RolloutCache,
 ) -> dict[str, float]:
-    """Keep a step's responses for the next epoch; start to index the history of a step to come.
+    """Keep a step's responses for the next epoch in `cache`, if anything needs them."""
+    if not system.speculation.keeps_history and not system.reuse.mode.repeats:
+        return {}
+    return system.reuse.remember(keys, trajectories, step, cache)
+
+
+def prepare(system: System, coming: int | None, first_group: int = 0) -> dict[str, float]:
+    """Start to index the history of a step to come; return metrics of the drafters.
 
     Its first prompt is at `coming` of the data order, and its first group is `first_group`.
     """
-    speculation, scored = system.speculation, system.reuse.mode.enabled
-    if speculation.keeps_history or scored:
-        reuse.remember(system.cache, keys, trajectories, scored=scored)
+    speculation = system.speculation
     metrics = speculation.history_metrics() | speculation.bandit_metrics()
     for problem in [*system.cache.new_problems(), *system.reuse.new_problems()]:
         system.show.message(f"warning: {problem}")
@@ -397,7 +406,7 @@ def coming_step(system: System, cursor: int, step: int) -> ComingStep:
     config, answers = system.config, system.partition.answers
     system.speculation.settle()  # the cache has one reader at a time
     prompts = prompts_at(system, cursor, config.rollout.prompts_per_step)
-    requests = [r for r in requests_of(system, prompts) if answers(r.group_id)]
+    requests = [r for r in requests_of(system, prompts, step) if answers(r.group_id)]
     drafts = system.speculation.drafter_factory(
         *(prompts.keys, prompts.tokens, own_drafts(requests)),
         group_size=config.rollout.group_size,

@@ -37,6 +37,12 @@ def unused_settings(config: TrainConfig) -> list[str]:
             'Speculation.budget = "aimd" or "histospec" in Speculation.sources',
         ),
         "Speculation.group_update_tokens": ("group" in drafters, '"group" in Speculation.sources'),
+        "Reuse.fresh_share": (config.reuse.mode != "off", "a Reuse.mode"),
+        "Reuse.renew_groups": (config.reuse.mode != "off", "a Reuse.mode"),
+        "Reuse.max_age_steps": (
+            config.reuse.keeps_old_tokens,
+            "a Reuse.mode that keeps older tokens, as lenient does",
+        ),
         "Algorithm.kl_estimator": (
             config.algorithm.kl_coefficient > 0,
             "Algorithm.kl_coefficient above 0",

@@ -93,6 +93,34 @@ class CachedCounts:
         return self.kept_tokens + self.responses - self.whole
 
 
+@dataclasses.dataclass(frozen=True)
+class PoolCounts:
+    """Keys and values of requests between two workers, in the memory of the workers' driver.
+
+    `moved_bytes` came from a worker or went to one; `dropped_tokens` were dropped on the way, with
+    their `dropped_bytes`, and are recomputed.
+    """
+
+    moved_bytes: int = 0
+    dropped_bytes: int = 0
+    dropped_tokens: int = 0
+
+    def __add__(self, more: PoolCounts) -> PoolCounts:
+        return PoolCounts(
+            self.moved_bytes + more.moved_bytes,
+            self.dropped_bytes + more.dropped_bytes,
+            self.dropped_tokens + more.dropped_tokens,
+        )
+
+    def since(self, before: PoolCounts) -> PoolCounts:
+        """Return the counts since an earlier state of them."""
+        return PoolCounts(
+            self.moved_bytes - before.moved_bytes,
+            self.dropped_bytes - before.dropped_bytes,
+            self.dropped_tokens - before.dropped_tokens,
+        )
+
+
 @dataclasses.dataclass
 class EngineStats:
     """Counts of one rollout; `rounds[(slots, nodes, positions)]` prices it on other hardware.
@@ -113,6 +141,7 @@ class EngineStats:
     timeline: list[RoundRecord] = dataclasses.field(default_factory=list)
     parts: list[WorkerPart] = dataclasses.field(default_factory=list)  # of several workers
     events: list[WorkerEvent] = dataclasses.field(default_factory=list)
+    pool: PoolCounts = PoolCounts()
 
     def count(self, drafts: Drafts, acceptance: Acceptance) -> None:
         """Add the draft tokens that a round verified."""

@@ -45,6 +45,12 @@ def step_metrics(
     }
     if trajectories:  # or all groups continue in the next step
         metrics |= _response_metrics(trajectories, scores, step, tasks)
+    if stats.parts:
+        metrics |= {
+            "workers/kv_moved_bytes": stats.pool.moved_bytes,
+            "workers/kv_dropped_bytes": stats.pool.dropped_bytes,
+            "workers/kv_dropped_tokens": stats.pool.dropped_tokens,
+        }
     return metrics | speculation_metrics(stats, times)
 
 

@@ -130,6 +130,14 @@ class ReuseConfig:
     kept: its baseline). `schedule` changes λ: `constant`, `linear:END:STEPS`,
     `clip_fraction:TARGET`.
 
+    Every mode repeats old responses, so a prompt that was not solved is tried in the same way
+    again. Two remedies keep exploring: `fresh_share` of each group's samples, rounded up but never
+    all, draw fresh noise in each epoch and reuse nothing; with `renew_groups` so do all samples of
+    a prompt whose last responses had equal rewards, and taught nothing (groups of one never do).
+    0 and False repeat everything, as SPEC-RL does. A kept token was drawn by a policy of at most
+    `max_age_steps` steps before, else the response is generated anew (None: no bound, which
+    Sched.mode = "pipeline" does not take; tokens of `coupled` have no age).
+
     Every token of `coupled` is a draw of the current policy, and its joint law is exact (but for
     rounding) for any policy that was chosen without looking at the noise. Training
     does look: updates learn from responses made with it, as with common random numbers elsewhere.
@@ -139,9 +147,18 @@ class ReuseConfig:
 
     mode: str = "off"
     schedule: str = "constant"
+    fresh_share: float = 0.125
+    renew_groups: bool = True
+    max_age_steps: int | None = None
 
     def __post_init__(self) -> None:
         mode, schedule = parse_mode(self.mode), parse_schedule(self.schedule)
+        if not 0 <= self.fresh_share <= 1:
+            raise ValueError(
+                f"fresh_share is a share of each group: expected 0 to 1, got {self.fresh_share}"
+            )
+        if self.max_age_steps is not None and self.max_age_steps < 1:
+            raise ValueError(f"expected max_age_steps of 1 or more, got {self.max_age_steps}")
         if schedule.name == "constant":
             return
         if mode.name not in ("lenient", "delayed"):
@@ -164,6 +181,11 @@ class ReuseConfig:
     @property
     def couples_noise(self) -> bool:
         return parse_mode(self.mode).couples_noise
+
+    @property
+    def keeps_old_tokens(self) -> bool:
+        """True if responses may have tokens that an older policy drew."""
+        return self.enabled and not self.couples_noise
 
     @property
     def epochs(self) -> int:
@@ -198,4 +220,19 @@ def check_coupling(
         raise ValueError(
             f"{mode} needs every example at most twice in a step (an epoch ends in it), got "
             f"{prompts_per_step} prompts of {num_examples} examples: lower Rollout.prompts_per_step"
+        )
+
+
+def check_age(
+    config: ReuseConfig, num_examples: int, max_prompts_per_step: int, *, is_pipeline: bool
+) -> None:
+    """Raise ValueError if every response of the last epoch would be too old to be reused."""
+    # a pipeline's responses are an update old when they are new
+    youngest = config.epochs * (num_examples // max_prompts_per_step) + is_pipeline
+    limit = config.max_age_steps
+    if config.keeps_old_tokens and limit is not None and limit < youngest:
+        raise ValueError(
+            f"Reuse.max_age_steps={limit} leaves nothing to reuse: the responses of an epoch of "
+            f"{num_examples} prompts are {youngest} steps old or older when Reuse.mode="
+            f"{config.mode!r} takes them: raise it to several epochs, or set it to None"
         )

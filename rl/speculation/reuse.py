@@ -1,8 +1,9 @@
 """Reuse across epochs: requests that start from the last epoch's responses.
 
 A run's `Reuse` makes the requests of a step, each with last epoch's response of the same
-(prompt, sample index) if there is one, and the rule that decides how much of it is kept.
-After scoring, `remember` keeps the step's responses for the next epoch.
+(prompt, sample index) if there is one, and the rule that decides how much of it is kept. Samples
+that draw fresh noise (`spec.reuse.renewal`) have none. After scoring, `remember` keeps the step's
+responses for the next epoch.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import numpy as np
 
 from rl.engine.stats import EngineStats, cached_seconds
 from rl.speculation.config import MAX_SAMPLES, ReuseConfig
-from rl.trajectory import Prompt, Request, Trajectory
+from rl.trajectory import Origin, Prompt, Request, Trajectory
 from spec.config import SamplingConfig
 from spec.reuse.prefix_rule import PrefixRule, log, parse_mode, parse_schedule
+from spec.reuse.renewal import Renewal, renewed_name
 from spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache, Scores
-from spec.sampling import step_key
+from spec.sampling import NOISE_NAMES, step_key
 
 COUPLED_STEP = 0  # of noise that repeats; training steps count from 1
 
@@ -31,6 +33,8 @@ class Reuse:
 
     def __init__(self, config: ReuseConfig, cache: RolloutCache, *, seed: int, greedy: bool):
         self.mode, self._schedule = parse_mode(config.mode), parse_schedule(config.schedule)
+        self._renewal = Renewal(config.fresh_share, config.renew_groups)
+        self._max_age_steps = config.max_age_steps
         self._cache, self._seed, self._greedy = cache, seed, greedy
         self._log_lenience = log(self.mode.lenience)
         self._problems: list[str] = []
@@ -52,6 +56,7 @@ class Reuse:
         numbers: Sequence[int],
         size: int,
         *,
+        step: int,
         before: Sequence[str] = (),
         samplings: Sequence[SamplingConfig | None] | None = None,
     ) -> list[Request]:
@@ -65,30 +70,42 @@ class Reuse:
         for key in keys:
             again.append(seen[key])
             seen[key] += 1
+        last = [self._last(key, prompt) for key, prompt in zip(keys, prompts, strict=True)]
         cached = [
-            {} if times else self._cached(key, prompt, size)
-            for key, prompt, times in zip(keys, prompts, again, strict=True)
+            {} if times else self._reusable(key, group, size, step)
+            for key, group, times in zip(keys, last, again, strict=True)
         ]
+        fresh = [self._renewal.is_fresh(i, size) for i in range(size)]
 
         def request(g: int, i: int) -> Request:
             request_id = (len(before) + g) * size + i
             if self.mode.couples_noise:
                 own = MAX_SAMPLES + (again[g] - 1) * size if again[g] else 0
-                request_id = 2 * MAX_SAMPLES * numbers[g] + own + i
+                name = 2 * MAX_SAMPLES * numbers[g] + own + i
+                renewals = step if fresh[i] else self._renewal.renewals(last[g])
+                request_id = renewals * NOISE_NAMES + renewed_name(name, renewals)
+            reused = None if fresh[i] else cached[g].get(i)
             sampling = samplings[g] if samplings else None
-            return Request(request_id, prompts[g], g, i, cached=cached[g].get(i), sampling=sampling)
+            return Request(request_id, prompts[g], g, i, cached=reused, sampling=sampling)
 
         return [request(g, i) for i in range(size) for g in range(len(prompts))]
 
-    def _cached(self, key: str, prompt: Prompt, size: int) -> Mapping[int, CachedResponse]:
-        """Return the responses that may be reused, by sample index."""
-        if not self.mode.enabled:
-            return {}
-        group = self._cache.get(key, self.mode.back)
-        if group is None:
-            return {}
-        if group.prompt_ids.tolist() != list(prompt):
+    def _last(self, key: str, prompt: Prompt) -> CachedGroup | None:
+        """Return the prompt's group of the last epoch, if responses or noise repeat."""
+        group = self._cache.get(key) if self.mode.repeats else None
+        if group is not None and group.prompt_ids.tolist() != list(prompt):
             self._problems.append(f"{key!r} is answered afresh: its cached prompt is another one")
+            return None
+        return group
+
+    def _reusable(
+        self, key: str, last: CachedGroup | None, size: int, step: int
+    ) -> Mapping[int, CachedResponse]:
+        """Return the responses that may be reused, by sample index."""
+        if last is None or not self.mode.enabled or self._renewal.is_due(last):
+            return {}
+        group = self._cache.get(key, self.mode.back) if self.mode.back else last
+        if group is None:
             return {}
         usable = {r.sample_index: r for r in group.responses if r.scores is not None}
         if len(usable) != size:
@@ -96,7 +113,45 @@ class Reuse:
                 f"{key!r} has {len(usable)} cached responses where {size} are asked for: the "
                 "others are generated afresh"
             )
-        return usable
+        if self._max_age_steps is None or self.mode.couples_noise:
+            return usable
+        oldest = step - 1 - self._max_age_steps
+        return {i: r for i, r in usable.items() if _oldest_version(r) >= oldest}
+
+    def remember(
+        self,
+        keys: Sequence[str],
+        trajectories: Sequence[Trajectory],
+        step: int,
+        cache: RolloutCache,
+    ) -> dict[str, float]:
+        """Keep a step's responses for the next epoch in `cache`; return metrics of repetition."""
+        if not self.mode.repeats:
+            remember(cache, keys, trajectories, scored=False)
+            return {}
+        last = {key: self._cache.get(key) for key in dict.fromkeys(keys)}
+        renewals = {key: self._renewal.renewals(group) for key, group in last.items()}
+        kept = remember(cache, keys, trajectories, scored=self.mode.enabled, renewals=renewals)
+        metrics = {"spec/renewed_groups": float(sum(map(self._renewal.is_due, kept.values())))}
+        pairs = [
+            (before.tokens, now.tokens)
+            for key, group in kept.items()
+            for before, now in _same_samples(last[key], group)
+        ]
+        if pairs:
+            repeated = sum(np.array_equal(before, now) for before, now in pairs)
+            metrics["spec/repeated_fraction"] = repeated / len(pairs)
+        return metrics | self._ages(trajectories, step)
+
+    def _ages(self, trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
+        """Return the age of the kept tokens, in updates; tokens of `coupled` have none."""
+        if not self.mode.enabled or self.mode.couples_noise:
+            return {}
+        kept = [t.policy_versions[t.origins == Origin.REUSED] for t in trajectories]
+        ages = step - 1 - np.concatenate([*kept, np.empty(0, np.int32)])
+        if not ages.size:
+            return {}
+        return {"spec/reused_age": float(ages.mean()), "spec/reused_age_max": float(ages.max())}
 
     def after_update(self, metrics: Mapping[str, float]) -> None:
         """Adapt the lenience to the share of tokens that the step's updates clipped."""
@@ -146,19 +201,42 @@ def remember(
     trajectories: Sequence[Trajectory],
     *,
     scored: bool,
-) -> None:
-    """Keep a step's responses for the next epoch; group g answered `keys[g]`."""
+    renewals: Mapping[str, int] | None = None,
+) -> dict[str, CachedGroup]:
+    """Keep a step's responses for the next epoch, and return them; group g answered `keys[g]`.
+
+    `renewals` of each prompt's noise before they were drawn; none: 0.
+    """
     groups: dict[str, dict[int, Trajectory]] = {key: {} for key in keys}
     for t in trajectories:
         groups[keys[t.group_id]][t.sample_index] = t
+    kept = {}
     for key, group in groups.items():
         if not group:
             continue
         responses = [_cached(group[i], scored=scored) for i in sorted(group)]
-        prompt_ids = next(iter(group.values())).prompt_ids
-        cache.replace(key, CachedGroup(np.asarray(prompt_ids, np.int32), tuple(responses)))
+        prompt_ids = np.asarray(next(iter(group.values())).prompt_ids, np.int32)
+        taught = len(group) == 1 or len({t.reward for t in group.values()} - {None}) > 1
+        num_renewals = 0 if renewals is None else renewals[key]
+        kept[key] = CachedGroup(prompt_ids, tuple(responses), taught, num_renewals)
+        cache.replace(key, kept[key])
+    return kept
 
 
 def _cached(t: Trajectory, *, scored: bool) -> CachedResponse:
     scores = Scores(t.logprobs, t.emission_logprobs, t.policy_versions) if scored else None
     return CachedResponse(t.sample_index, t.response_ids, t.reward or 0.0, scores)
+
+
+def _same_samples(
+    last: CachedGroup | None, group: CachedGroup
+) -> list[tuple[CachedResponse, CachedResponse]]:
+    """Return the responses of the same samples of both groups."""
+    before = {} if last is None else {r.sample_index: r for r in last.responses}
+    return [(before[r.sample_index], r) for r in group.responses if r.sample_index in before]
+
+
+def _oldest_version(response: CachedResponse) -> int:
+    """Return the version of the policy that drew the response's oldest token."""
+    assert response.scores is not None
+    return int(response.scores.policy_versions.min(initial=2**31 - 1))

@@ -108,6 +108,7 @@ class AheadEngine(MultiEngine):
         finally:
             self.stats = self._session.stats(place)
             self.stats.events = self._session.new_events()
+            self.stats.pool = self._session.new_pool_counts()
             self.stats.parts, self._begun_parts = [*self._begun_parts, *self.stats.parts], []
 
     def plan(self, coming: ComingStep) -> None:

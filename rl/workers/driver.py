@@ -182,13 +182,11 @@ class Driver:
         worker = self._workers.get(start.worker_id)
         if worker is None or worker.error or worker.starts.get(start.request_id) != start:
             return  # the request was dropped meanwhile, or is started again elsewhere
-        kv = self.requests.take_kv(live)
         if live.step not in worker.prepared:
             worker.prepared.add(live.step)
             spec, oldest = self._specs[live.step], min(self._specs)
             worker.inbox.append(messages.Prepare(live.step, spec, oldest))
-        started = live.start(kv if start.kv is Kv.POOL else None, start.max_tokens)
-        worker.inbox.append(messages.Begin(live.step, started))
+        worker.inbox.append(messages.Begin(live.step, self.requests.start(live, start)))
 
     def _copy(self, action: protocol.Copy) -> None:
         """Have a worker return a copy of a request, which another one starts."""

@@ -108,6 +108,7 @@ class MultiEngine:
         finally:
             self.stats = session.stats(0)
             self.stats.events = session.new_events()
+            self.stats.pool = session.new_pool_counts()
 
     def check(self, spec: RolloutSpec, requests: Sequence[Request]) -> None:
         """Raise ValueError for requests that cannot run, before a worker has them."""

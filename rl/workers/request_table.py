@@ -10,8 +10,10 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from rl.engine.stats import PoolCounts
 from rl.trajectory import HostKv, PartialRequest, Prefix, Request
 from sched.protocol import Return, Start
+from sched.request import Kv
 
 Waiting = Start | Return
 
@@ -47,6 +49,7 @@ class RequestTable:
         self._tickets: dict[int, tuple[int, int]] = {}  # → (request, worker)
         self._numbers = itertools.count()
         self.num_bytes = 0  # of keys and values
+        self.counts = PoolCounts()
 
     def __getitem__(self, request_id: int) -> LiveRequest:
         return self._live[request_id]
@@ -98,12 +101,30 @@ class RequestTable:
     def keep(self, live: LiveRequest, state: PartialRequest) -> None:
         """Keep a state, with its keys and values if there is room."""
         live.prefix, kv = state.prefix, state.kv
-        if kv is not None and self.num_bytes + kv.num_bytes <= self._pool_bytes:
+        if kv is None:
+            return
+        self.counts += PoolCounts(moved_bytes=kv.num_bytes)
+        if self.num_bytes + kv.num_bytes <= self._pool_bytes:
             self.num_bytes += kv.num_bytes
             live.kv = kv
+        else:
+            self._drop(kv)
+
+    def start(self, live: LiveRequest, start: Start) -> PartialRequest:
+        """Return a request as a worker starts it, with keys and values if it wants them."""
+        kv = self.take_kv(live)
+        if kv is not None and start.kv is not Kv.POOL:
+            self._drop(kv)
+            kv = None
+        if kv is not None:
+            self.counts += PoolCounts(moved_bytes=kv.num_bytes)
+        return live.start(kv, start.max_tokens)
 
     def take_kv(self, live: LiveRequest) -> HostKv | None:
         kv, live.kv = live.kv, None
         if kv is not None:
             self.num_bytes -= kv.num_bytes
         return kv
+
+    def _drop(self, kv: HostKv) -> None:
+        self.counts += PoolCounts(dropped_bytes=kv.num_bytes, dropped_tokens=kv.num_tokens)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from rl.engine.rollout_spec import RolloutSpec
-from rl.engine.stats import EngineStats
+from rl.engine.stats import EngineStats, PoolCounts
 from rl.engine.worker_record import WorkerEvent
 from rl.runtime.waits import POLL_S, Hang, code_line
 from rl.trajectory import Request, Trajectory
@@ -66,6 +66,7 @@ class Session:
         )
         self._clock, self._hang_limit_s, self._heartbeat_s = clock, hang_limit_s, clock()
         self._samplings: dict[int, SamplingConfig] = {}
+        self._counted = PoolCounts()
         self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
 
     def __enter__(self) -> Session:
@@ -175,6 +176,12 @@ class Session:
         """Return which workers joined and were lost since the last call."""
         events = self._driver.events
         return [events.popleft() for _ in range(len(events))]
+
+    def new_pool_counts(self) -> PoolCounts:
+        """Return the keys and values that moved or were dropped since the last call."""
+        now, before = self._driver.requests.counts, self._counted
+        self._counted = now
+        return now.since(before)
 
     # -- the thread --------------------------------------------------------------------------
 

@@ -104,6 +104,11 @@ class ReuseMode:
         return self.name not in ("off", "repeated_noise")
 
     @property
+    def repeats(self) -> bool:
+        """Return whether responses or noise of the last epoch are used again."""
+        return self.name != "off"
+
+    @property
     def couples_noise(self) -> bool:
         return self.name in ("coupled", "repeated_noise")
 

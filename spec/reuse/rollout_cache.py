@@ -26,6 +26,7 @@ from models.folder import Folder
 MAGIC = b"RPR1"
 _HEADER = 12  # magic, CRC-32 of what follows, length of the JSON
 _ENDING = ".rollouts"  # of files
+MAX_RENEWALS = 2**26  # and more than any run has steps: they are a part of requests' numbers
 _MAX_PROMPT_TOKENS = 2**22  # limits the memory that a damaged header can take
 
 
@@ -59,10 +60,16 @@ class CachedResponse:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CachedGroup:
-    """The responses of one epoch to one prompt (int32 ids)."""
+    """The responses of one epoch to one prompt (int32 ids).
+
+    `taught`: their rewards differ; `renewals` of the prompt's noise before they were drawn
+    (`spec.reuse.renewal`).
+    """
 
     prompt_ids: np.ndarray
     responses: tuple[CachedResponse, ...]
+    taught: bool = True
+    renewals: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -88,6 +95,8 @@ def encode(key: str, group: CachedGroup, policy: str = "") -> bytes:
         "lengths": [len(r.tokens) for r in responses],
         "rewards": [r.reward for r in responses],
         "scored": bool(scores),
+        "taught": group.taught,
+        "renewals": group.renewals,
     }
     text = json.dumps(header).encode()
     arrays = [np.asarray(x, "<i4") for x in (group.prompt_ids, *(r.tokens for r in responses))]
@@ -133,7 +142,8 @@ def decode(blob: bytes, key: str, policy: str = "", vocab_size: int = 2**31) -> 
             for versions, new, old in zip(*scored, strict=True)
         ]
     rows = zip(header.samples, tokens, header.rewards, scores, strict=bool(header.lengths))
-    return CachedGroup(prompt_ids, tuple(CachedResponse(*row) for row in rows))
+    responses = tuple(CachedResponse(*row) for row in rows)
+    return CachedGroup(prompt_ids, responses, header.taught, header.renewals)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,21 +154,27 @@ class _Header:
     lengths: list[int]
     rewards: list[float]
     scored: bool
+    taught: bool
+    renewals: int
 
     @staticmethod
     def read(text: bytes) -> _Header:
         """Parse; raises ValueError, TypeError or KeyError for what `encode` does not write."""
         row = json.loads(text)
         header = _Header(**{f.name: row[f.name] for f in dataclasses.fields(_Header)})
-        counts = (*header.samples, *header.lengths)
+        counts = (*header.samples, *header.lengths, header.renewals)
         if any(type(n) is not int or not 0 <= n < 2**31 for n in counts):
             raise ValueError("expected counts of 0 or more")
+        if header.renewals >= MAX_RENEWALS:
+            raise ValueError(f"expected fewer than {MAX_RENEWALS} renewals")
         if any(type(r) not in (int, float) or math.isnan(r) for r in header.rewards):
             raise ValueError("expected rewards")
         if not len(header.samples) == len(header.lengths) == len(header.rewards):
             raise ValueError("expected as many rewards as responses")
-        if len(set(header.samples)) != len(header.samples) or type(header.scored) is not bool:
+        if len(set(header.samples)) != len(header.samples):
             raise ValueError("expected every sample once")
+        if type(header.scored) is not bool or type(header.taught) is not bool:
+            raise ValueError("expected true or false")
         return header
 
 

@@ -17,8 +17,10 @@ pytestmark = [
 ROWS = [
     dict(zip(FACTORS, values.split(), strict=True))
     for values in (
-        "learned+group bandit coupled pages two 4 pipeline",
-        "history+model goodput lenient:e^0.5 rows helpers 1 sync",
+        "learned+group bandit coupled pages two 4 pipeline all one",
+        "history+model goodput lenient:e^0.5 rows helpers 1 sync all one",
+        "model+own fixed:2 coupled rows drafting 1 ahead adapters several",
+        "history aimd off pages two 1 histopipe adapters one",
     )
 ]
 # One bucket of slots and of positions: a quarter of the programs.
@@ -34,13 +36,14 @@ def runs(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "row",
-    [ROWS[0], pytest.param(ROWS[1], marks=pytest.mark.soak)],
+    [ROWS[0], *(pytest.param(row, marks=pytest.mark.soak) for row in ROWS[1:])],
     ids=lambda row: " ".join(row.values()),
 )
 def test_a_combination_gives_the_responses_of_plain_decoding(runs, row):
     differing, responses = runs.differing(row)
     assert not differing
-    assert responses == 60
+    assert responses >= 60
+    assert responses == 60 or row["passes"] == "several"
 
 
 @pytest.mark.parametrize("row", rejected(), ids=lambda row: " ".join(row.values()))
@@ -49,7 +52,8 @@ def test_a_combination_that_cannot_run_is_rejected_by_its_sentence(runs, row):
 
 
 def test_the_table_has_every_pair_that_may_be_combined():
-    found = set().union(*map(pairs, covering(FACTORS)))
+    table = covering(FACTORS)
+    found = set().union(*map(pairs, table))
     for one, other in itertools.combinations(FACTORS, 2):
         for pair in itertools.product(FACTORS[one], FACTORS[other]):
             row = dict(zip((one, other), pair, strict=True))
@@ -59,7 +63,7 @@ def test_the_table_has_every_pair_that_may_be_combined():
                 for values in itertools.product(*others.values())
             )
             assert (frozenset(row.items()) in found) == allowed
-    assert all(rejection(row) is None for row in covering(FACTORS))
+    assert all(rejection(row) is None for row in table)
 
 
 def test_crashes_hangs_and_responses_that_differ_are_counted_apart():

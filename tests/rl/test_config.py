@@ -180,6 +180,32 @@ def test_coupled_noise_counts_the_prompts_of_every_phase(tiny):
         opened(tiny, *settings, "Algorithm.max_extra_phases=3")
 
 
+def test_a_pipeline_bounds_the_age_of_the_tokens_that_reuse_keeps(tiny):
+    pipeline = ("Sched.mode='pipeline'", "Reuse.mode='lenient:e^0.5'")
+    with pytest.raises(ValueError, match="bounds the age of all tokens.*Reuse.max_age_steps"):
+        opened(tiny, *pipeline)
+    opened(tiny, *pipeline, "Reuse.max_age_steps=4")
+    opened(tiny, "Sched.mode='pipeline'", "Reuse.mode='coupled'")
+    opened(tiny, pipeline[1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "youngest"),
+    [
+        (("Reuse.mode='lenient:1'",), 3),
+        (("Reuse.mode='full'", "Sched.mode='pipeline'"), 4),
+        (("Reuse.mode='delayed:1'",), 6),
+        (("Reuse.mode='full'", "Algorithm.name='dapo'", "Algorithm.max_extra_phases=2"), 1),
+    ],
+)
+def test_an_age_that_no_response_of_the_last_epoch_has_is_refused(tiny, settings, youngest):
+    """6 examples: 2 prompts a step are an epoch of three."""
+    opened(tiny, *settings, f"Reuse.max_age_steps={youngest}")
+    if youngest > 1:
+        with pytest.raises(ValueError, match=f"leaves nothing to reuse.* are {youngest} steps old"):
+            opened(tiny, *settings, f"Reuse.max_age_steps={youngest - 1}")
+
+
 def test_an_empty_data_set(tiny, tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n\n")

@@ -15,8 +15,11 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 MODES = {
     "coupled": (*DAPO, "Reuse.mode='coupled'"),
-    "lenient": (*DAPO, "Reuse.mode='lenient:e^0.5'", "Reuse.schedule='clip_fraction:0.2'"),
-    "delayed": ("Reuse.mode='delayed:2'", "Run.steps=8"),
+    "lenient": (
+        *(*DAPO, "Reuse.mode='lenient:e^0.5'", "Reuse.schedule='clip_fraction:0.2'"),
+        "Reuse.max_age_steps=20",
+    ),
+    "delayed": ("Reuse.mode='delayed:2'", "Reuse.max_age_steps=20", "Run.steps=8"),
 }
 
 

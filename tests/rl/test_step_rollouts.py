@@ -116,6 +116,23 @@ def test_a_step_that_was_begun_is_answered_as_one_that_was_not(
         assert sum(row["spec/verified_prefix_tokens"] for row in rows) > 0
 
 
+@pytest.mark.parity
+def test_noise_that_is_renewed_is_the_same_in_every_mode(tiny, tmp_path):
+    """An epoch is a step: a step is begun before the rewards that renew its noise are known."""
+    settings = (*SETTINGS, rewarded(tiny, "lucky"), "Rollout.prompts_per_step=5", "Run.steps=5")
+    coupled, alone = "Reuse.mode='coupled'", "Reuse.mode='repeated_noise'"
+    with late_updates(is_begun):
+        ahead = finish(tiny, tmp_path / "ahead", *settings, coupled, *AHEAD)
+    assert_learnt_alike(ahead, finish(tiny, tmp_path / "sync", *settings, coupled))
+    assert_learnt_alike(ahead, finish(tiny, tmp_path / "plain", *settings, alone))
+    stop_after(tiny, tmp_path / "resumed", 3, *settings, alone, "Checkpoint.every_steps=0")
+    assert_learnt_alike(ahead, finish(tiny, tmp_path / "resumed", *settings, alone))
+    rows = steps(ahead)
+    assert 0 < sum(row["spec/renewed_groups"] for row in rows) < 25
+    assert sum(row["ahead/dropped_requests"] for row in rows) > 0
+    assert 0 < max(row.get("spec/repeated_fraction", 0.0) for row in rows)
+
+
 def test_stopped_and_resumed_it_learns_the_same_bits(tiny, settings, ahead, tmp_path):
     stop_after(tiny, tmp_path, 3, *(*settings, *AHEAD, "Checkpoint.every_steps=0"))
     resumed = finish(tiny, tmp_path, *settings, *AHEAD)

@@ -188,7 +188,8 @@ def test_reuse_stopped_and_resumed_gives_the_same_bits(tiny, tmp_path, settings)
 
 
 def test_full_reuse_generates_nothing_anew(tiny, tmp_path):
-    done = finish(tiny, tmp_path, *reusing("full"))
+    repeats = ("Reuse.fresh_share=0.0", "Reuse.renew_groups=False")
+    done = finish(tiny, tmp_path, *reusing("full", *repeats))
     seen: dict[str, list[str]] = {}
     for line in done.samples.splitlines():
         row = json.loads(line)

@@ -104,6 +104,10 @@ class Kv(HostKv):
     tokens: int = 0
 
     @property
+    def num_tokens(self):
+        return self.tokens
+
+    @property
     def num_bytes(self):
         return 8 * self.tokens
 

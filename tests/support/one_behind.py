@@ -25,9 +25,9 @@ from rl.metrics.writer import Timings
 from rl.responses import Scorer
 from rl.rollouts import Prompts, Rollouts, groups_to_ask, prompts_at
 from rl.run_checkpoint import RunPosition
-from rl.speculation.reuse import remember
 from rl.step import train_step
 from rl.trajectory import Request
+from spec.reuse.renewal import renewed_name
 from spec.sampling import step_key
 from tests.support import tiny_run
 
@@ -55,7 +55,7 @@ class OneBehind:
         new = prompts_at(system, self.begins[step], size)
         done, prompts = self.answer(system, step, step, new, Prompts(), 0), new
         if self.not_remembered is not None:
-            remember(system.cache, *self.not_remembered, scored=True)
+            system.reuse.remember(*self.not_remembered, step - 1, system.cache)
         # further ones the last one too; the policy at hand answers them
         for phase in range(1, 1 + (extra or 0)):
             used = informative_groups([t.reward for t, *_ in done], [t.group_id for t, *_ in done])
@@ -89,15 +89,21 @@ class OneBehind:
         for g, (key, tokens, number) in enumerate(
             zip(new.keys, new.tokens, new.numbers, strict=True)
         ):
-            group, cached = len(before) + g, {}
-            if not times[key]:
-                cached = system.reuse._cached(key, tokens, size)
+            group, cached, renewals = len(before) + g, {}, 0
+            if system.reuse.mode.repeats and (last := system.cache.get(key)) is not None:
+                renewals = last.renewals + (not last.taught)
+                of_back = system.cache.get(key, system.reuse.mode.back)
+                if not times[key] and last.taught and of_back is not None:
+                    cached = {r.sample_index: r for r in of_back.responses}
             for i in range(size):
                 name = (first + group) * size + i
+                is_fresh = i == size - 1  # an eighth of the group, rounded up
                 if system.reuse.mode.couples_noise:  # 512 names for the first time in a step
                     name = 1024 * number + i
                     name += 512 + (times[key] - 1) * size if times[key] else 0
-                requests.append(Request(name, tokens, group, i, cached=cached.get(i)))
+                    name = renewed_name(name, step if is_fresh else renewals)
+                reused = None if is_fresh else cached.get(i)
+                requests.append(Request(name, tokens, group, i, cached=reused))
             times[key] += 1
         spec = RolloutSpec(
             self.weights[by],

@@ -10,12 +10,15 @@ from trajectories import trajectory
 from rl.engine.stats import EngineStats
 from rl.speculation.config import MAX_SAMPLES, ReuseConfig, check_coupling
 from rl.speculation.reuse import Reuse, remember
+from rl.trajectory import Origin
+from spec.reuse.renewal import Renewal, renewed_name
 from spec.reuse.rollout_cache import RolloutCache
+from spec.sampling import NOISE_NAMES
 
 KEYS, PROMPTS, NUMBERS = ["a", "b"], [(1, 2, 3), (4, 5)], [7, 11]
 
 
-def answer(group, sample, tokens, prompt=None):
+def answer(group, sample, tokens, prompt=None, reward=1.0):
     logprobs = -np.arange(1, len(tokens) + 1)
     return trajectory(
         10 * group + sample,
@@ -26,21 +29,22 @@ def answer(group, sample, tokens, prompt=None):
         logprobs=logprobs,
         emission=logprobs - 1,
         version=3,
+        reward=reward,
     )
 
 
-def make(mode="lenient:1", schedule="constant", cache=None, **options):
-    config = ReuseConfig(mode, schedule)
+def make(mode="lenient:1", schedule="constant", cache=None, *, share=0.0, renews=False, age=None):
+    config = ReuseConfig(mode, schedule, share, renews, age)
     cache = RolloutCache(epochs=config.epochs) if cache is None else cache
-    return Reuse(config, cache, seed=3, greedy=False, **options), cache
+    return Reuse(config, cache, seed=3, greedy=False), cache
 
 
 def group(number):
     return [answer(g, i, [number, g, i]) for g in (0, 1) for i in (0, 1)]
 
 
-def requests(reuse, size=2, keys=KEYS, prompts=PROMPTS, numbers=NUMBERS):
-    return reuse.requests(keys, prompts, numbers, size)
+def requests(reuse, size=2, keys=KEYS, prompts=PROMPTS, numbers=NUMBERS, step=1):
+    return reuse.requests(keys, prompts, numbers, size, step=step)
 
 
 def tokens_of(request):
@@ -121,6 +125,99 @@ def test_noise_has_the_names_of_example_and_sample_in_every_epoch():
     assert not (fresh.key(1) == fresh.key(9)).all() and not (fresh.key(1) == reuse.key(1)).all()
 
 
+def test_a_group_that_taught_nothing_draws_with_fresh_noise_from_then_on():
+    reuse, cache = make("coupled", renews=True)
+    ids, got = {}, {}
+    for step in (1, 2, 3):  # only the first answers to "b" teach nothing
+        for r in requests(reuse, step=step):
+            got[step, r.group_id, r.sample_index] = r
+            ids[step, r.group_id, r.sample_index] = r.request_id
+        rewards = {(g, i): float(i and (g == 0 or step > 1)) for g in (0, 1) for i in (0, 1)}
+        done = [answer(g, i, [9], reward=reward) for (g, i), reward in rewards.items()]
+        metrics = reuse.remember(KEYS, done, step, cache)
+        assert metrics["spec/renewed_groups"] == (step == 1)
+        assert metrics.get("spec/repeated_fraction") == (None if step == 1 else 1.0)
+    for i in (0, 1):
+        assert ids[1, 0, i] == ids[2, 0, i] == ids[3, 0, i]
+        assert ids[1, 1, i] != ids[2, 1, i] == ids[3, 1, i]
+        assert [got[s, 0, i].cached is not None for s in (1, 2, 3)] == [False, True, True]
+        assert [got[s, 1, i].cached is not None for s in (1, 2, 3)] == [False, False, True]
+    assert len({number % NOISE_NAMES for number in ids.values()}) == 6
+    resumed = RolloutCache()
+    resumed.load_state(cache.state())
+    after = requests(make("coupled", renews=True, cache=resumed)[0], step=4)
+    assert [r.request_id for r in after] == [r.request_id for r in requests(reuse, step=4)]
+
+
+def test_rewards_that_are_missing_teach_nothing_and_groups_of_one_are_left_alone():
+    reuse, cache = make("repeated_noise", renews=True)
+    before = [r.request_id for r in requests(reuse)]
+    group = [answer(0, 0, [9]), answer(0, 1, [9], reward=None), answer(1, 0, [9], reward=None)]
+    reuse.remember(KEYS, group, 1, cache)
+    after = [r.request_id for r in requests(reuse, step=2)]
+    assert [a == b for a, b in zip(before, after, strict=True)] == [False, True] * 2
+
+
+@pytest.mark.parametrize("mode", ["coupled", "lenient:1", "delayed:1"])
+def test_a_share_of_each_group_is_answered_afresh_in_every_epoch(mode):
+    reuse, cache = make(mode, share=0.125)
+    names = []
+    for step in (1, 2, 3, 4):
+        got = [r for r in requests(reuse, 4, step=step) if r.group_id == 0]
+        assert [r.cached is not None for r in got] == [step > 1 + reuse.mode.back] * 3 + [False]
+        names.append([r.request_id % NOISE_NAMES for r in got])
+        every = [answer(g, i, [5, 6]) for g in (0, 1) for i in range(4)]
+        reuse.remember(KEYS, every, step, cache)
+    if mode == "coupled":
+        *repeating, fresh = zip(*names, strict=True)
+        assert all(len(set(of_one)) == 1 for of_one in repeating) and len(set(fresh)) == 4
+
+
+@pytest.mark.parametrize(
+    ("share", "size", "num_fresh"),
+    [
+        (0.125, 8, 1),
+        (0.125, 16, 2),
+        (0.125, 9, 2),
+        (0.01, 2, 1),
+        (1.0, 4, 3),
+        (0.5, 1, 0),
+        (0, 8, 0),
+    ],
+)
+def test_a_share_is_rounded_up_and_never_the_whole_group(share, size, num_fresh):
+    assert sum(Renewal(share, False).is_fresh(i, size) for i in range(size)) == num_fresh
+
+
+def test_names_of_one_renewal_are_different_and_those_of_several_are_unrelated():
+    names = np.array([[renewed_name(n, r) for n in range(2000)] for r in (0, 1, 2, 70)])
+    assert (names >= 0).all() and (names < NOISE_NAMES).all()
+    assert len(np.unique(names)) == names.size, "of 2³¹, chance has one pair in 67 tries"
+    apart = np.diff(names[1:].astype(float), axis=1)
+    assert (np.sign(apart) > 0).mean() == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize("sched_mode", ["coupled", "lenient:1", "full"])
+def test_a_response_with_a_token_that_is_too_old_is_generated_anew(sched_mode):
+    reuse, cache = make(sched_mode, age=5)
+    remember(cache, KEYS, group(50), scored=True)  # drawn by version 3
+    assert all(r.cached for r in requests(reuse, step=9))
+    kept = [r.cached is not None for r in requests(reuse, step=10)]
+    assert kept == [sched_mode == "coupled"] * 4, "its tokens are draws of the present policy"
+
+
+def test_the_age_of_kept_tokens_is_a_metric():
+    reuse, cache = make("lenient:1")
+    drawn = [answer(g, i, [1, 2, 3, 4]) for g in (0, 1) for i in (0, 1)]
+    for t in drawn[:2]:
+        t.origins[:3] = Origin.REUSED
+        t.policy_versions[:] = [1, 1, 4, 6]
+    metrics = reuse.remember(KEYS, drawn, 7, cache)
+    assert (metrics["spec/reused_age"], metrics["spec/reused_age_max"]) == (4.0, 5.0)
+    assert "spec/reused_age" not in make("coupled")[0].remember(KEYS, drawn, 7, cache)
+    assert make("off")[0].remember(KEYS, drawn, 7, cache) == {}
+
+
 def test_repeated_noise_is_that_of_coupled_and_nothing_is_reused():
     coupled, cache = make("coupled")
     alone, _ = make("repeated_noise", cache=cache)
@@ -141,10 +238,11 @@ def test_an_example_that_comes_twice_in_a_step_is_answered_afresh_the_second_tim
 
 def test_noise_is_named_anew_each_time_that_a_step_has_an_example():
     reuse, _ = make("coupled")
-    (once,) = reuse.requests(["a"], PROMPTS[:1], [7], 1)
-    twice, thrice = reuse.requests(["a", "a"], PROMPTS[:1] * 2, [7, 7], 1, before=["b", "a"])
+    (once,) = reuse.requests(["a"], PROMPTS[:1], [7], 1, step=1)
+    again = {"before": ["b", "a"], "step": 1}
+    twice, thrice = reuse.requests(["a", "a"], PROMPTS[:1] * 2, [7, 7], 1, **again)
     assert [r.request_id - once.request_id for r in (twice, thrice)] == [512, 513]
-    largest = reuse.requests(["a"], PROMPTS[:1], [7], 256, before=["a", "a"])[-1]
+    largest = reuse.requests(["a"], PROMPTS[:1], [7], 256, before=["a", "a"], step=1)[-1]
     assert largest.request_id - once.request_id == 1023, "the next example's begin at 1024"
 
 
@@ -170,6 +268,8 @@ def test_noise_without_a_key_is_refused():
         ({"mode": "full", "schedule": "linear:1:5"}, "mode 'full' has none"),
         ({"mode": "lenient:0", "schedule": "clip_fraction:0.1"}, "between 0 and inf"),
         ({"mode": "lenient:inf", "schedule": "linear:1:5"}, "cannot start from"),
+        ({"fresh_share": 1.5}, "expected 0 to 1, got 1.5"),
+        ({"max_age_steps": 0}, "max_age_steps of 1 or more, got 0"),
     ],
 )
 def test_bad_settings_are_named(settings, words):

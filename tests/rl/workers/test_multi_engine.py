@@ -53,12 +53,15 @@ def test_chunks_that_move_come_from_the_pool(engines, alone):
     for a in starts(team):
         ran_on.setdefault(a.request_id, set()).add(a.worker_id)
     assert max(map(len, ran_on.values())) > 1, "a request must move"
+    assert team.stats.pool.moved_bytes > 0 == team.stats.pool.dropped_bytes
 
 
 def test_a_full_pool_has_keys_and_values_recomputed(engines, alone):
     team = workers(engines, 2, chunk=2, kv_tokens=30, pool_bytes=0)
     assert_same_tokens(play(team), alone)
     assert sum(a.kv is Kv.POOL for a in starts(team)) > 3
+    assert team.stats.pool.moved_bytes == team.stats.pool.dropped_bytes > 0
+    assert team.stats.pool.dropped_tokens > 3
 
 
 @pytest.mark.parity

@@ -36,7 +36,8 @@ def scored(seed, lengths=(5, 0, 7)):
         return CachedResponse(i, rng.integers(0, 99, n).astype(np.int32), float(i), scores)
 
     prompt = rng.integers(0, 99, 4).astype(np.int32)
-    return CachedGroup(prompt, tuple(response(i, n) for i, n in enumerate(lengths)))
+    responses = tuple(response(i, n) for i, n in enumerate(lengths))
+    return CachedGroup(prompt, responses, taught=bool(seed % 2), renewals=seed)
 
 
 def equal(a: CachedGroup | None, b: CachedGroup | None) -> bool:
@@ -54,7 +55,8 @@ def equal(a: CachedGroup | None, b: CachedGroup | None) -> bool:
             return False
         return all(p.dtype == q.dtype and np.array_equal(p, q) for p, q in parts)
 
-    return all(map(same, a.responses, b.responses))
+    kept = (a.taught, a.renewals) == (b.taught, b.renewals)
+    return kept and all(map(same, a.responses, b.responses))
 
 
 @given(
@@ -177,7 +179,7 @@ def forged(header: dict, body: bytes = b"", *, deflate: bool = True) -> bytes:
 
 GOOD = {
     **{"key": "p", "policy": "", "samples": [0, 1], "lengths": [2, 1]},
-    **{"rewards": [1.0, 0.0], "scored": False},
+    **{"rewards": [1.0, 0.0], "scored": False, "taught": True, "renewals": 3},
 }
 TOKENS = np.arange(4, dtype="<i4").tobytes()  # one of the prompt
 FORGED = {
@@ -194,6 +196,9 @@ FORGED = {
     "rewards of nothing": forged(GOOD | {"rewards": [None, 1.0]}, TOKENS),
     "rewards as text": forged(GOOD | {"rewards": ["1", "2"]}, TOKENS),
     "scored as text": forged(GOOD | {"scored": "false"}, TOKENS),
+    "taught as text": forged(GOOD | {"taught": "false"}, TOKENS),
+    "too many renewals": forged(GOOD | {"renewals": 2**26}, TOKENS),
+    "negative renewals": forged(GOOD | {"renewals": -1}, TOKENS),
     "scores left out": forged(GOOD | {"scored": True}, TOKENS),
     "not deflated": forged(GOOD, TOKENS, deflate=False),
     "too short": forged(GOOD, TOKENS[:8]),
