@@ -11,7 +11,7 @@ from served import KEY, NAME, call, retrieve, serve
 from rl import api
 from rl.config import TrainConfig
 from rl.gin.loader import load
-from rl.server import app, wire
+from rl.server import requests, wire
 from tests.rl.server.test_client import SETTINGS
 
 POSTED = (
@@ -121,7 +121,7 @@ def test_two_thousand_wrong_bodies(address, folder):
 
 
 def test_bodies_and_paths_have_bounds(address, monkeypatch):
-    monkeypatch.setattr(app, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(requests, "MAX_JSON_BYTES", 1000)
     assert call(address, "create_session", b" " * 1001)[0] == 413
     for path in ("training_runs/..%2F..%2Fx", "training_runs/x/checkpoints/weights/../../y"):
         assert call(address, path, method="GET")[0] in (404, 405)

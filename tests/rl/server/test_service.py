@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -44,9 +45,8 @@ class Worker:
 @pytest.fixture
 def service(tmp_path):
     clock = SimpleNamespace(now_s=1000.0)
-    made = Service(
-        Served(Policy(), "name", "tokenizer"), Records(tmp_path), Worker(), lambda: clock.now_s
-    )
+    records = Records(tmp_path, lambda: clock.now_s)
+    made = Service(Served(Policy(), "name", "tokenizer"), records, Worker())
     made.clock = clock
     return made
 
@@ -57,7 +57,7 @@ def new_model(service, session, number=0):
 
 
 def content(service, request_id):
-    return service.answers._answers[request_id].content
+    return json.loads(service.answers._answers[request_id].body)
 
 
 def step(service, run, number, rate=0.1):
@@ -89,7 +89,7 @@ def test_operations_run_once_in_the_order_of_their_numbers(service, run):
 
 def test_a_model_refused_for_now_is_made_later(service, session, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(module, "MAX_WAITING", 0)
+        patch.setattr(service.account, "max_bytes", 0)
         with pytest.raises(Busy):
             new_model(service, session)
     assert content(service, new_model(service, session)) == {"model_id": f"{session}:train:0"}
@@ -98,7 +98,7 @@ def test_a_model_refused_for_now_is_made_later(service, session, monkeypatch):
 def test_a_wrong_request_for_a_model_leaves_nothing(service, session, run):
     """Neither a model nor an answer that nobody sets."""
     path = f"tinker://{run}/weights/one"
-    record = {"run": run, "folder": "x", "expires_s": None}
+    record = {"run": run, "folder": "0" * 32, "expires_s": None}
     service.records.put("checkpoints", path, record)
     body = {"session_id": session, "model_seq_id": 1, "path": path}
     with pytest.raises(ValueError, match="expected the field 'optimizer'"):
