@@ -20,6 +20,7 @@ class Answer:
     """A result to come: the bytes of a message or of a JSON object; an error has `error`."""
 
     held_bytes: int = 0  # of the account, until the result is there
+    keeps_body: bool = False
     ready: asyncio.Event | None = None  # while someone waits
     body: bytes | None = None
     media_type: str = wire.CONTENT_TYPE
@@ -71,10 +72,14 @@ class Answers:
         self._account.give(self._answers.pop(request_id).held_bytes)
 
     def keep(self, request_id: str | None, hold: Hold) -> None:
-        """Hold a body's bytes until the operation that it has begun has its result."""
+        """Hold a body's bytes until the operation that it began has its result.
+
+        A body that is sent again begins none.
+        """
         answer = self._answers.get(request_id or "")
-        if answer is not None and answer.body is None:
+        if answer is not None and answer.body is None and not answer.keeps_body:
             answer.held_bytes += hold.hand_over()
+            answer.keeps_body = True
 
     def set(self, request_id: str, result: bytes | dict[str, Any]) -> None:
         answer = self._answers[request_id]

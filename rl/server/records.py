@@ -241,8 +241,8 @@ class Records:
             os.ftruncate(self._file, self._file_bytes)
         self._is_torn = True
         try:
-            if (written := os.write(self._file, lines)) < len(lines):
-                raise OSError(errno.ENOSPC, f"wrote {written} of {len(lines)} bytes")
+            if os.write(self._file, lines) < len(lines):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._file)
         except OSError:
             with contextlib.suppress(OSError):
