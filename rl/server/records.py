@@ -241,9 +241,7 @@ class Records:
             os.ftruncate(self._file, self._file_bytes)
         self._is_torn = True
         try:
-            if os.write(self._file, lines) < len(lines):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(self._file)
+            _write(self._file, lines)
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._file_bytes)
@@ -298,9 +296,7 @@ class Records:
         file = -1
         try:
             file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC)
-            with os.fdopen(os.dup(file), "wb") as stream:
-                stream.writelines(_line(*change) for change in changes)
-            os.fsync(file)
+            _write(file, b"".join(_line(*change) for change in changes))
             os.replace(new, path)
             self._sync_folder()
         except OSError as error:
@@ -321,6 +317,13 @@ class Records:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def _write(file: int, data: bytes) -> None:
+    """Write all of it, to the disk. Raises OSError, after a part perhaps."""
+    if os.write(file, data) < len(data):  # Linux writes less than 2 GiB whole if there is room
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.fsync(file)
 
 
 def is_over(checkpoint: Record, now_s: float) -> bool:
