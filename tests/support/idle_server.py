@@ -1,13 +1,11 @@
-"""The server's HTTP layer with a policy that does nothing, in this process or in one of its own.
-
-`python -m tests.support.idle_server FOLDER [CHECKPOINT_BYTES]` serves until a signal.
-"""
+"""The server's HTTP layer with a policy that does nothing."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -56,7 +54,12 @@ class Policy:
 
     def save_state(self, folder: Path) -> None:
         folder.mkdir(parents=True)
-        (folder / "weights").write_bytes(bytes(self._checkpoint_bytes))
+        file = os.open(folder / "weights", os.O_WRONLY | os.O_CREAT)
+        try:
+            if os.write(file, bytes(self._checkpoint_bytes)) < self._checkpoint_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(file)
 
     export_adapter = save_state
 
@@ -104,12 +107,33 @@ def idle_server(folder: Path, **options: Any) -> Iterator[tuple[Any, str]]:
         assert not thread.is_alive(), "the server goes on"
 
 
-def main(folder: str, checkpoint_bytes: str = "1") -> None:
-    app = application(Path(folder), int(checkpoint_bytes))
-    sock = socket.create_server(("127.0.0.1", 0))
-    print(f"http://127.0.0.1:{sock.getsockname()[1]}", flush=True)
-    uvicorn.Server(configured(app)).run(sockets=[sock])
+def serve_on(sock: socket.socket, folder: Path, checkpoint_bytes: int) -> None:
+    """Serve until a signal."""
+    uvicorn.Server(configured(application(folder, checkpoint_bytes))).run(sockets=[sock])
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def limit_disk(folder: Path, room_bytes: int) -> None:
+    """Let this process's `os.write` find a disk with so much room for the files of a folder.
+
+    As on a full disk, a write that has no room for all of its bytes writes the first ones.
+    """
+    write, mutex = os.write, threading.Lock()
+
+    def used() -> int:
+        total = 0
+        for where, _, names in os.walk(folder):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):  # another thread has just deleted it
+                    total += os.stat(os.path.join(where, name)).st_size
+        return total
+
+    def limited(file: int, data: Any) -> int:
+        if not os.readlink(f"/proc/self/fd/{file}").startswith(f"{folder}/"):
+            return write(file, data)
+        with mutex:
+            room = room_bytes - used()
+            if room <= 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(file, bytes(data)[:room])
+
+    os.write = limited
