@@ -100,6 +100,13 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def _hosts(host: str) -> tuple[str, ...] | None:
+    """Return the names that clients call the server by; None: any, since they have a key."""
+    if not _is_loopback(host):
+        return None
+    return tuple(dict.fromkeys(["localhost", "127.0.0.1", "::1", host.lower()]))
+
+
 def _open(args: argparse.Namespace, overrides: Sequence[str]) -> Any:
     """Load the policy and return the application that serves it."""
     try:
@@ -124,18 +131,18 @@ def _open(args: argparse.Namespace, overrides: Sequence[str]) -> Any:
     records, stream = Records(Path(args.folder)), policy.stream(args.adapters, say)
     with progress() as show:
         stream.warm_up(partial(show.compiling, "samples"))
-    return make_app(served, stream, records, os.environ.get(KEY))
+    return make_app(served, stream, records, os.environ.get(KEY), _hosts(args.host))
 
 
 def _serve(app: Any, sock: socket.socket, args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; the operation that runs is finished."""
     import uvicorn
 
-    config = uvicorn.Config(
-        app, args.host, args.port, log_level="warning", timeout_graceful_shutdown=1, ws="none"
-    )
-    server = uvicorn.Server(config)
+    from rl.server.connections import configured
+
+    server = uvicorn.Server(configured(app, host=args.host, port=args.port))
     host, port = sock.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
     say(f"serving {args.name or args.policy} at http://{host}:{port}; checkpoints in {args.folder}")
     say(f"clients: TINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY=tml-…")
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -12,10 +12,12 @@
 | roles | memory of every program of a run on Ray over 300 steps | role_memory.json |
 | pages | 20,000 random rollouts with few pages, on a device of hashes | page_soak.json |
 | hostile | hostile configurations, folders and answers | hostile.json |
+| server | hostile bodies and sequences of operations on a server | server_hostile.json |
+| server_faults | kill −9 of servers, half of them on a full disk | server_faults.json |
 
 Runs with a fault are compared with a run without it, bit by bit. The exit status is 1 if they
-differ. `lose`, `processes` and `roles` need Linux (/proc). `--count` is of kills, copies, steps or
-rollouts, and of hostile cases of each class.
+differ. `lose`, `processes`, `roles` and the servers need Linux (/proc). `--count` is of kills,
+copies, steps, rollouts, bodies or servers, and of hostile cases of each class.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environment
-from benchmarks.soak import inputs, memory, processes, runs, writes
+from benchmarks.soak import inputs, memory, processes, runs, server, writes
 
 FAULTS = {
     "kill": runs.kill,
@@ -42,9 +44,12 @@ FAULTS = {
     "roles": memory.roles,
     "pages": inputs.pages,
     "hostile": inputs.hostile,
+    "server": server.fuzz,
+    "server_faults": server.faults,
 }
 PACKAGES = (*environment.JAX, "optax", "orbax-checkpoint", "ray", "tensorstore", "transformers")
 WRONG = ("traceback", "tracebacks", "failures", "outside_writes", "outside_reads", "executions")
+WRONG += ("answers_of_other_statuses", "internal_errors", "lost_records")
 WRONG += ("hangs", "over_30_s", "over_2_gb", "accepted_though_wrong")
 
 

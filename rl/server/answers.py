@@ -8,37 +8,46 @@ import dataclasses
 import json
 from typing import Any
 
+from rl.server import wire
+from rl.server.account import Account, Hold
+
 MAX_BYTES = 2**28  # of results that have been fetched, or wait to be
+OVERHEAD_BYTES = 1024  # of an answer beside its result: objects, names and entries of tables
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Answer:
-    """A result to come: a message's bytes, or a JSON object; an error is one with `error`."""
+    """A result to come: the bytes of a message or of a JSON object; an error has `error`."""
 
-    ready: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    message: bytes | None = None
-    content: dict[str, Any] | None = None
+    held_bytes: int = 0  # of the account, until the result is there
+    keeps_body: bool = False
+    ready: asyncio.Event | None = None  # while someone waits
+    body: bytes | None = None
+    media_type: str = wire.CONTENT_TYPE
 
     @property
     def num_bytes(self) -> int:
-        return len(self.message or b"") + len(json.dumps(self.content))
+        """The memory of a result."""
+        return len(self.body or b"") + OVERHEAD_BYTES
 
     def set(self, result: bytes | dict[str, Any]) -> None:
         if isinstance(result, bytes):
-            self.message = result
+            self.body = result
         else:
-            self.content = result
-        self.ready.set()
+            self.body, self.media_type = json.dumps(result).encode(), "application/json"
+        if self.ready is not None:
+            self.ready.set()
+            self.ready = None
 
 
 class Answers:
     """Answers by request id; the oldest ready ones go once all have more than `max_bytes`.
 
-    All calls are made in the event loop.
+    An answer that is not ready holds bytes of the account. All calls are made in the event loop.
     """
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._max_bytes, self._bytes = max_bytes, 0
+    def __init__(self, account: Account, max_bytes: int = MAX_BYTES) -> None:
+        self._account, self._max_bytes, self._bytes = account, max_bytes, 0
         self._answers: dict[str, Answer] = {}
         self._ready = collections.deque[str]()
 
@@ -52,12 +61,32 @@ class Answers:
     def num_waiting(self) -> int:
         return len(self._answers) - len(self._ready)
 
-    def open(self, request_id: str) -> None:
-        self._answers[request_id] = Answer()
+    def open(self, request_id: str, num_bytes: int = 0) -> None:
+        """Open the answer of an operation that takes so many bytes. Raises Busy."""
+        num_bytes += OVERHEAD_BYTES
+        self._account.take(num_bytes)
+        self._answers[request_id] = Answer(num_bytes)
+
+    def close(self, request_id: str) -> None:
+        """Forget an answer whose operation was not begun."""
+        self._account.give(self._answers.pop(request_id).held_bytes)
+
+    def keep(self, request_id: str | None, hold: Hold) -> None:
+        """Hold a body's bytes until the operation that it began has its result.
+
+        A body that is sent again begins none.
+        """
+        answer = self._answers.get(request_id or "")
+        if answer is not None and answer.body is None and not answer.keeps_body:
+            answer.held_bytes += hold.hand_over()
+            answer.keeps_body = True
 
     def set(self, request_id: str, result: bytes | dict[str, Any]) -> None:
         answer = self._answers[request_id]
+        if answer.body is not None:  # the operation was answered when its model was dropped
+            return
         answer.set(result)
+        self._account.give(answer.held_bytes)
         self._ready.append(request_id)
         self._bytes += answer.num_bytes
         while self._bytes > self._max_bytes and len(self._ready) > 1:
@@ -66,8 +95,10 @@ class Answers:
     async def fetch(self, request_id: str, limit_s: float) -> Answer | None:
         """Return an answer once it is ready, or None after `limit_s`. Raises KeyError."""
         answer = self._answers[request_id]
-        try:
-            await asyncio.wait_for(answer.ready.wait(), limit_s)
-        except TimeoutError:
-            return None
+        if answer.body is None:
+            answer.ready = answer.ready or asyncio.Event()
+            try:
+                await asyncio.wait_for(answer.ready.wait(), limit_s)
+            except TimeoutError:
+                return None
         return answer

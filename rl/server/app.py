@@ -4,64 +4,78 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-import json
 import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rl.runtime.progress import say
-from rl.server import wire
-from rl.server.bodies import Unknown, field, number
-from rl.server.records import Records
-from rl.server.service import Busy, Gone, Served, Service
+from rl.server import bodies
+from rl.server import requests as incoming
+from rl.server.account import SMALL_BYTES, Account, Busy, Hold
+from rl.server.bodies import Unknown, field
+from rl.server.records import Records, no_space
+from rl.server.requests import LOOPBACK, InParts, TooLarge, error, read_json
+from rl.server.service import Gone, Served, Service
 from rl.server.worker import Worker
 from rl.stream import Stream
 
-MAX_BODY_BYTES = 2**26
 LONG_POLL_S = 25.0
-STATUSES: dict[type[Exception], int] = {Unknown: 404, Gone: 410, Busy: 429, ValueError: 400}
+TICK_S = 5.0
+STATUSES: dict[type[Exception], int] = {
+    Unknown: 404,
+    Gone: 410,
+    TooLarge: 413,
+    Busy: 429,
+    ValueError: 400,
+}
 CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False}  # the parts of a call come in order
-Handler = Callable[[Service, Request], Awaitable[Response]]
-
-
-class TooLarge(Exception):
-    """A body of more than MAX_BODY_BYTES."""
+Handler = Callable[[Service, Request, Hold], Awaitable[Response]]
 
 
 def make_app(
-    served: Served, stream: Stream, records: Records, api_key: str | None = None
+    served: Served,
+    stream: Stream,
+    records: Records,
+    api_key: str | None = None,
+    hosts: tuple[str, ...] | None = LOOPBACK,
 ) -> Starlette:
-    """Return the application, whose samples are the stream's; clients need the key, if any."""
+    """Return the application, whose samples are the stream's; clients need the key, if any.
+
+    `hosts` are the names that its clients call it by (None: any).
+    """
+    account = Account()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        worker = Worker(stream, asyncio.get_running_loop())
+        worker = Worker(stream, asyncio.get_running_loop(), records.folder)
         with contextlib.closing(records), contextlib.closing(worker):
-            app.state.service = Service(served, records, worker)
-            yield
+            app.state.service = Service(served, records, worker, account)
+            ticks = asyncio.create_task(_tick(app.state.service))
+            try:
+                yield
+            finally:
+                ticks.cancel()
 
     def guarded(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def guard(request: Request) -> Response:
-            key = request.headers.get("x-api-key", "").encode()
-            if api_key is not None and not hmac.compare_digest(key, api_key.encode()):
-                return _error(401, "expected the server's key in TINKER_API_KEY")
+            if (refused := incoming.refusal(request, hosts, api_key)) is not None:
+                return refused
+            hold = Hold(account)
             try:
-                return await handler(request.app.state.service, request)
-            except TooLarge:
-                return _error(413, f"expected a body of at most {MAX_BODY_BYTES:,} bytes")
-            except tuple(STATUSES) as error:
-                status = next(x for kind, x in STATUSES.items() if isinstance(error, kind))
-                return _error(status, str(error))
-            except Exception as error:
-                say("".join(traceback.format_exception(error)), sys.stderr)
-                return _error(500, f"{type(error).__name__} in the server: see its log")
+                response = await handler(request.app.state.service, request, hold)
+                if len(response.body) > SMALL_BYTES:
+                    return InParts(response, Hold(account))
+                return response
+            except Exception as failure:
+                return _failed(failure, records)
+            finally:
+                hold.release()
 
         return guard
 
@@ -72,33 +86,26 @@ def make_app(
     return Starlette(routes=routes, lifespan=lifespan)
 
 
-def _error(status: int, text: str) -> Response:
-    return JSONResponse({"detail": text}, status)
+async def _tick(service: Service) -> None:
+    while True:
+        await asyncio.sleep(TICK_S)
+        try:
+            service.tick()
+        except Exception as failure:  # the next one may succeed
+            say("".join(traceback.format_exception(failure)), sys.stderr)
 
 
-async def _body(request: Request) -> bytes:
-    """Return the body. Raises TooLarge."""
-    parts, size = list[bytes](), 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise TooLarge
-        parts.append(part)
-    return b"".join(parts)
-
-
-async def _json(request: Request) -> dict[str, Any]:
-    """Return the object of a JSON body. Raises ValueError."""
-    data = await _body(request)
-    if not data:
-        return {}
-    try:
-        content = json.loads(data)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"expected JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError("expected a JSON object")
-    return content
+def _failed(failure: Exception, records: Records) -> Response:
+    """Return the answer to a request that has failed."""
+    for kind, status in STATUSES.items():
+        if isinstance(failure, kind):
+            return error(status, str(failure))
+    if isinstance(failure, ClientDisconnect):
+        return error(400, "the client has gone")
+    if (text := no_space(failure, records.folder)) is not None:
+        return error(507, text)
+    say("".join(traceback.format_exception(failure)), sys.stderr)
+    return error(500, f"{type(failure).__name__} in the server: see its log")
 
 
 # -- handlers --------------------------------------------------------------------------------
@@ -107,8 +114,10 @@ async def _json(request: Request) -> dict[str, Any]:
 def _posted(method: Callable[[Service, dict[str, Any]], Any]) -> Handler:
     """Return the handler of a method that takes a JSON body and returns an object."""
 
-    async def handler(service: Service, request: Request) -> Response:
-        return JSONResponse(method(service, await _json(request)))
+    async def handler(service: Service, request: Request, hold: Hold) -> Response:
+        result = method(service, await read_json(request, hold))
+        service.answers.keep(result.get("request_id"), hold)
+        return JSONResponse(result)
 
     return handler
 
@@ -116,37 +125,42 @@ def _posted(method: Callable[[Service, dict[str, Any]], Any]) -> Handler:
 def _got(method: Callable[[Service, Request], Any]) -> Handler:
     """Return the handler of a method that takes no body, and returns an object or nothing."""
 
-    async def handler(service: Service, request: Request) -> Response:
+    async def handler(service: Service, request: Request, hold: Hold) -> Response:
         return JSONResponse(method(service, request) or {})
 
     return handler
 
 
-async def _telemetry(service: Service, request: Request) -> Response:
+async def _telemetry(service: Service, request: Request, hold: Hold) -> Response:
     """Drop it: it may hold keys."""
-    await _body(request)
+    async for _ in request.stream():
+        pass
     return JSONResponse({"status": "accepted"})
 
 
-async def _train(service: Service, request: Request) -> Response:
-    return JSONResponse(service.train(await _body(request)))
+async def _train(service: Service, request: Request, hold: Hold) -> Response:
+    factor, limit = incoming.MESSAGE_FACTOR, incoming.MAX_BODY_BYTES
+    body = bytes(await incoming.read_body(request, hold, factor, limit))
+    operation = await incoming.off_loop(bodies.parse_operation, body)
+    result = service.train(operation, body)
+    service.answers.keep(result["request_id"], hold)
+    return JSONResponse(result)
 
 
-async def _retrieve(service: Service, request: Request) -> Response:
+async def _retrieve(service: Service, request: Request, hold: Hold) -> Response:
     """Return an answer once it is ready; 408 while it is not, and 410 if it is unknown.
 
     At a 410 a client requests samples again, as after a start of the server.
     """
-    request_id = field(await _json(request), "request_id", str)
+    request_id = field(await read_json(request, hold), "request_id", str)
+    hold.release()
     try:
         answer = await service.answers.fetch(request_id, LONG_POLL_S)
     except KeyError:
-        return _error(410, "expected a request of this server, since its last start")
+        return error(410, "expected a request of this server, since its last start")
     if answer is None:
         return JSONResponse({"type": "try_again", "request_id": request_id}, 408)
-    if answer.message is not None:
-        return Response(answer.message, media_type=wire.CONTENT_TYPE)
-    return JSONResponse(answer.content)
+    return Response(answer.body, media_type=answer.media_type)
 
 
 def _page(request: Request) -> tuple[int, int]:
@@ -175,8 +189,8 @@ def _publish(service: Service, request: Request) -> None:
     service.listings.change_checkpoint(*_checkpoint(request), public=is_public)
 
 
-async def _ttl(service: Service, request: Request) -> Response:
-    ttl_s = number(await _json(request), "ttl_seconds", None)
+async def _ttl(service: Service, request: Request, hold: Hold) -> Response:
+    ttl_s = bodies.ttl_s(await read_json(request, hold))
     service.listings.expire_after(*_checkpoint(request), ttl_s)
     return JSONResponse({})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,10 @@ RATIO_MASK = "sequence_ratio_mask"  # gspo's, in place of weights
 BOUNDS = {"clip_low_threshold": "low", "clip_high_threshold": "high"}
 SETTINGS = BOUNDS | {"beta": "beta"}
 MAX_SAMPLES = 1024
+MAX_TTL_S = 100 * 366 * 86_400  # a hundred years: the calendar of listings ends in 9999
+MAX_INT32 = 2**31 - 1
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
+MAX_METADATA_BYTES = 2**14
 SHORT = {"attn": "attention", "mlp": "mlp", "unembed": "head"}  # parts of a policy, by short names
 _REQUIRED: Any = object()
 
@@ -35,20 +40,39 @@ def field(body: Mapping[str, Any], name: str, kind: type[T], default: Any = _REQ
         raise ValueError(f"expected the field {name!r}")
     if value is None and default is None:
         return value  # type: ignore[return-value]
-    if kind is float and type(value) is int:
-        value = float(value)
-    is_finite = not isinstance(value, float) or math.isfinite(value)
-    if type(value) is not kind or not is_finite:
+    if type(value) is not kind:
         raise ValueError(f"{name}: expected {kind.__name__}, got {value!r:.100}")
     return value
 
 
-def number(body: Mapping[str, Any], name: str, default: Any = _REQUIRED, high: int = 2**62) -> int:
-    """Return an integer from 0 to `high`. Raises ValueError."""
-    value = field(body, name, int, default)
-    if value is not None and not 0 <= value <= high:
-        raise ValueError(f"{name}: expected 0 to {high}, got {value}")
-    return value
+def number(
+    body: Mapping[str, Any],
+    name: str,
+    default: Any = _REQUIRED,
+    low: float = 0,
+    high: float = 2**62,
+    kind: type[int] | type[float] = int,
+) -> Any:
+    """Return a number from `low` to `high`: an integer, or a float. Raises ValueError.
+
+    All numbers of JSON bodies are read here. Bounds are compared before an integer, which may have
+    thousands of digits, becomes a float.
+    """
+    value = body.get(name, default)
+    if value is None and default is None:
+        return None
+    is_number = type(value) is int or (kind is float and type(value) is float)
+    if not is_number:
+        return field(body, name, kind, default)  # raises: it is missing, or of another type
+    if not low <= value <= high:  # so is NaN
+        raise ValueError(f"{name}: expected {low} to {high}, got {value!r:.50}")
+    return kind(value)
+
+
+def ttl_s(body: Mapping[str, Any]) -> int | None:
+    """Return how long a checkpoint lives; None: for ever. Raises ValueError."""
+    found: int | None = number(body, "ttl_seconds", None, high=MAX_TTL_S)
+    return found
 
 
 def check_name(text: str) -> str:
@@ -63,7 +87,12 @@ def check_name(text: str) -> str:
 def texts(body: Mapping[str, Any]) -> dict[str, str]:
     """Return the metadata of a request: clients read texts alone. Raises ValueError."""
     metadata = field(body, "user_metadata", dict, None) or {}
-    return {str(key): str(value) for key, value in metadata.items()}
+    found = {str(key): str(value) for key, value in metadata.items()}
+    if (size := len(json.dumps(found))) > MAX_METADATA_BYTES:
+        raise ValueError(
+            f"user_metadata: expected {MAX_METADATA_BYTES:,} bytes at most, got {size:,}"
+        )
+    return found
 
 
 # -- sampling ------------------------------------------------------------------------------
@@ -89,7 +118,7 @@ def parse_sampling(
             f"expected a prompt of fewer than {max_tokens} tokens, got {prompt_tokens}"
         )
     wanted = number(params, "max_tokens", None)
-    stop, top_k = params.get("stop"), field(params, "top_k", int, -1)
+    stop, top_k = params.get("stop"), number(params, "top_k", -1, low=-1, high=MAX_INT32)
     strings, ids = tuple[str, ...](), tuple[int, ...]()
     if isinstance(stop, str):
         strings = (stop,)
@@ -103,9 +132,9 @@ def parse_sampling(
             "ends with an end token of the policy"
         )
     return SamplingConfig(
-        field(params, "temperature", float, 1.0),
+        number(params, "temperature", 1.0, high=MAX_FLOAT32, kind=float),
         0 if top_k == -1 else top_k,
-        field(params, "top_p", float, 1.0),
+        number(params, "top_p", 1.0, high=1, kind=float),
         room if wanted is None else wanted,
         stop_ids=ids,
         stop=strings,
@@ -134,6 +163,12 @@ def sampled(samples: Sequence[Sample], prompt_logprobs: np.ndarray | None) -> by
 
 
 # -- training ------------------------------------------------------------------------------
+
+
+def parse_operation(body: bytes) -> Any:
+    """Return the model and the number of a ForwardBackwardRequest. Raises ValueError."""
+    wire.check_fields("ForwardBackwardRequest", body)
+    return wire.parse("Operation", body)
 
 
 def parse_datum(message: Any, loss: str) -> Datum:
@@ -203,14 +238,15 @@ def parse_adam(body: Mapping[str, Any]) -> Adam:
     if body.get("optimizer_params") is not None:
         raise ValueError("expected adam_params: this server has AdamW alone")
     params = field(body, "adam_params", dict)
-    clip = field(params, "grad_clip_norm", float, 0.0)
-    rate, b1, b2, eps, decay = (
-        field(params, name, float, default)
-        for name, default in (
-            *(("learning_rate", 1e-4), ("beta1", 0.9), ("beta2", 0.95)),
-            *(("eps", 1e-12), ("weight_decay", 0.0)),
-        )
-    )
-    if rate < 0 or eps < 0 or decay < 0 or not (0 <= b1 < 1 and 0 <= b2 < 1):
-        raise ValueError("adam_params: expected rates of at least 0 and betas below 1")
+
+    def positive(name: str, default: float, high: float = MAX_FLOAT32) -> float:
+        value: float = number(params, name, default, high=high, kind=float)
+        return value
+
+    clip = number(params, "grad_clip_norm", 0.0, low=-MAX_FLOAT32, high=MAX_FLOAT32, kind=float)
+    rate, eps = positive("learning_rate", 1e-4), positive("eps", 1e-12)
+    b1, b2 = positive("beta1", 0.9, high=1), positive("beta2", 0.95, high=1)
+    decay = positive("weight_decay", 0.0)
+    if b1 == 1 or b2 == 1:
+        raise ValueError("adam_params: expected betas below 1")
     return Adam(rate, b1, b2, eps, decay, clip if clip > 0 else math.inf)

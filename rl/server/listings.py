@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from rl.server.bodies import SHORT, Unknown, field
 from rl.server.records import KINDS, SAMPLER, TRAINING, CheckpointPath, Record, Records
 
+MAX_TIME_S = 253_402_300_799  # the end of the year 9999, the last one of `datetime`
+
 
 class Listings:
-    """A server's records as clients see them; `name` is its model's, `now_s` returns the time."""
+    """A server's records as clients see them; `name` is its model's."""
 
-    def __init__(self, records: Records, name: str, now_s: Callable[[], float]) -> None:
-        self.records, self.name, self._now_s = records, name, now_s
+    def __init__(self, records: Records, name: str) -> None:
+        self.records, self.name = records, name
 
     def runs(self, limit: int, offset: int) -> Record:
         names = list(reversed(self.records.runs))
@@ -40,9 +42,9 @@ class Listings:
         }
 
     def checkpoints(self, run: str | None, limit: int, offset: int) -> Record:
-        self._expire()
+        self.records.expire()
         if run is None:
-            records = sorted(self.records.checkpoints.values(), key=lambda c: -c["time_s"])
+            records = sorted(list(self.records.checkpoints.values()), key=lambda c: -c["time_s"])
         else:
             self.run(run)
             records = self.records.run_checkpoints(run)
@@ -55,7 +57,7 @@ class Listings:
         self.records.change("checkpoints", self._known(run, checkpoint_id), **fields)
 
     def expire_after(self, run: str, checkpoint_id: str, ttl_s: int | None) -> None:
-        expires_s = None if ttl_s is None else self._now_s() + ttl_s
+        expires_s = None if ttl_s is None else self.records.now_s() + ttl_s
         self.change_checkpoint(run, checkpoint_id, expires_s=expires_s)
 
     def delete_checkpoint(self, run: str, checkpoint_id: str) -> None:
@@ -71,18 +73,11 @@ class Listings:
 
     def _known(self, run: str, checkpoint_id: str) -> str:
         """Return the path of a checkpoint. Raises Unknown."""
-        self._expire()
+        self.records.expire()
         path = f"tinker://{run}/{checkpoint_id}"
         if path not in self.records.checkpoints:
             raise Unknown(f"found no checkpoint {path!r:.200}")
         return path
-
-    def _expire(self) -> None:
-        """Delete the checkpoints whose time is up."""
-        now_s = self._now_s()
-        for path, c in list(self.records.checkpoints.items()):
-            if c["expires_s"] is not None and c["expires_s"] < now_s:
-                self.records.drop_checkpoint(path)
 
     def sessions(self, limit: int, offset: int) -> Record:
         return {"sessions": list(reversed(self.records.sessions))[offset : offset + limit]}
@@ -90,8 +85,8 @@ class Listings:
     def session(self, session: str) -> Record:
         if session not in self.records.sessions:
             raise Unknown(f"found no session {session!r:.100}")
-        runs = [run for run, r in self.records.runs.items() if r["session"] == session]
-        samplers = [key for key, r in self.records.samplers.items() if r["session"] == session]
+        runs = self.records.of_session("runs", session)
+        samplers = self.records.of_session("samplers", session)
         return {"training_run_ids": runs, "sampler_ids": samplers}
 
 
@@ -108,4 +103,4 @@ def checkpoint(record: Record) -> Record:
 
 
 def iso(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s, UTC).isoformat()
+    return datetime.fromtimestamp(min(time_s, MAX_TIME_S), UTC).isoformat()

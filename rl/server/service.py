@@ -6,7 +6,7 @@ Everything here runs in the event loop, but for the operations that `rl.server.w
 from __future__ import annotations
 
 import dataclasses
-import time
+import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -14,28 +14,29 @@ from typing import Any
 import numpy as np
 
 from rl.api import Datum, Policy
-from rl.sampler import Sample
+from rl.sampler import Sample, Sampler
 from rl.server import bodies, wire
+from rl.server.account import Account
+from rl.server.account import Busy as Busy
 from rl.server.answers import Answers
 from rl.server.bodies import SHORT, Unknown, field, number, texts
 from rl.server.listings import Listings
-from rl.server.records import SAMPLER, TRAINING, CheckpointPath, Record, Records
-from rl.server.weights import NO_NAME, Weights
+from rl.server.records import SAMPLER, TRAINING, Change, CheckpointPath, Record, Records
+from rl.server.turns import Model, Operation
+from rl.server.weights import Weights
 from rl.server.worker import Result, Worker
 from rl.stream import SampleRequest
 
 MAX_MODELS = 16  # adapters in training, with their optimizer states
-MAX_AHEAD = 4096  # operations of a model whose predecessors have not come
-MAX_WAITING = 8192  # results to come
+MAX_SESSIONS = 10_000  # above, the oldest ones without a client or a checkpoint are forgotten
+FORGOTTEN = 100  # sessions at once
+SAMPLE_BYTES = 2048  # of memory for a response that is to come
 IDLE_S = 3600.0  # after which a session without a heartbeat gives up its models
+SILENT_S = 300.0  # after which a session without a heartbeat may be forgotten
 
 
 class Gone(Exception):
     """The session has ended."""
-
-
-class Busy(Exception):
-    """There are too many requests already."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,40 +48,38 @@ class Served:
     tokenizer: str
 
 
-@dataclasses.dataclass(eq=False)
-class Model:
-    """A model in training: its adapter once it is made, and operations by their numbers."""
-
-    run: str
-    session: str
-    policy: Policy | None = None
-    next_number: int = 1
-    ahead: dict[int, Callable[[], None]] = dataclasses.field(default_factory=dict)
-
-
 class Service:
-    """The state of a server; `now_s` is the time, for expiry and idle sessions."""
+    """The state of a server; the time is the records'."""
 
     def __init__(
-        self,
-        served: Served,
-        records: Records,
-        worker: Worker,
-        now_s: Callable[[], float] = time.time,
+        self, served: Served, records: Records, worker: Worker, account: Account | None = None
     ) -> None:
         assert served.policy.model.lora is not None
         self.policy, self.name, self.tokenizer = served.policy, served.name, served.tokenizer
-        self.records, self.answers = records, Answers()
-        self._worker, self._now_s = worker, now_s
-        self.listings = Listings(records, served.name, now_s)
+        self.records, self.account = records, account or Account()
+        self.answers = Answers(self.account)
+        self._worker, self._now_s = worker, records.now_s
+        self.listings = Listings(records, served.name)
         self.models: dict[str, Model] = {}
         self._heartbeats: dict[str, float] = {}
-        self.weights = Weights(served.policy, records, now_s)
+        self.weights = Weights(served.policy, records)
+        self._num_sessions = len(records.sessions)
+
+    def tick(self) -> None:
+        """Delete what has expired, and answer operations that have waited too long."""
+        self.records.expire()
+        for model in self.models.values():
+            model.turns.expire(self._now_s())
 
     # -- sessions --------------------------------------------------------------------------
 
     def create_session(self, body: Mapping[str, Any]) -> Record:
-        session = f"{len(self.records.sessions):06d}-{int(self._now_s() * 1e3):x}"
+        if len(self.records.sessions) >= MAX_SESSIONS or self.records.is_nearly_full:
+            self._forget_sessions()
+        if len(self.records.sessions) >= MAX_SESSIONS:
+            raise Busy(f"the server has {MAX_SESSIONS:,} sessions: finish some")
+        session = f"{self._num_sessions:06d}-{int(self._now_s() * 1e3):x}"
+        self._num_sessions += 1
         self.records.put("sessions", session, {"finished": False})
         self._heartbeats[session] = self._now_s()
         return {"session_id": session}
@@ -94,9 +93,30 @@ class Service:
         if session not in self.records.sessions:
             raise Unknown(f"found no session {session!r:.100}")
         self.records.change("sessions", session, finished=True)
-        self._drop_models(session)
-        for run in [run for run, r in self.records.runs.items() if r["session"] == session]:
+        self._drop_models(session, f"session {session} has finished")
+        for run in self.records.of_session("runs", session):
             self.weights.drop_unnamed(run, 0)
+
+    def _forget_sessions(self) -> None:
+        """Drop the oldest sessions that have neither a client nor a checkpoint."""
+        limit_s, records = self._now_s() - SILENT_S, self.records
+        kept = {model.session for model in self.models.values()}
+        kept |= {r["session"] for run, r in records.runs.items() if records.run_checkpoints(run)}
+
+        def is_live(session: str) -> bool:
+            is_finished = records.sessions[session]["finished"]
+            return not is_finished and self._heartbeats.get(session, 0.0) >= limit_s
+
+        candidates = (s for s in records.sessions if s not in kept and not is_live(s))
+        forgotten = set(itertools.islice(candidates, FORGOTTEN))
+        changes: list[Change] = [("sessions", session, None) for session in forgotten]
+        for table in ("samplers", "runs"):
+            entries = list(getattr(records, table).items())
+            changes += [(table, k, None) for k, r in entries if r["session"] in forgotten]
+        if changes:
+            records.write(changes)
+        for session in forgotten:
+            self._heartbeats.pop(session, None)
 
     def _live(self, session: str) -> None:
         """Record a heartbeat of a session. Raises Gone, or Unknown."""
@@ -107,9 +127,14 @@ class Service:
             raise Gone(f"session {session} has finished")
         self._heartbeats[session] = self._now_s()
 
-    def _drop_models(self, session: str) -> None:
-        for run in [m.run for m in self.models.values() if m.session == session]:
-            del self.models[run]
+    def _drop_models(self, session: str, why: str) -> None:
+        """Free the models of a session; operations that have not run end with an error."""
+        for model in [m for m in self.models.values() if m.session == session]:
+            self._drop_model(model, f"{model.run}: {why}")
+
+    def _drop_model(self, model: Model, why: str) -> None:
+        self.models.pop(model.run, None)
+        model.end(model.ended or why)
 
     # -- models ----------------------------------------------------------------------------
 
@@ -117,7 +142,7 @@ class Service:
         """Queue a new adapter with the rank and seed of the request."""
         self._check_base(field(body, "base_model", str))
         lora = field(body, "lora_config", dict)
-        rank, seed = number(lora, "rank", 32), number(lora, "seed", 0, 2**63)
+        rank, seed = number(lora, "rank", 32), number(lora, "seed", 0, high=2**63)
         assert self.policy.model.lora is not None
         if not 1 <= rank <= (max_rank := self.policy.model.lora.rank):
             raise ValueError(
@@ -136,12 +161,12 @@ class Service:
     def create_from(self, body: Mapping[str, Any]) -> Record:
         """Queue a model that continues from a checkpoint."""
         path, with_optimizer = self._training_path(body), field(body, "optimizer", bool)
-        source = self.records.runs[self.records.checkpoints[path]["run"]]
-        folder = self.records.checkpoint_folder(path)
+        source = self.records.runs[self.records.checkpoint(path)["run"]]
 
         def make() -> Policy:
             policy = self.policy.with_new_adapter()
-            policy.load_state(folder, with_optimizer=with_optimizer)
+            with self.weights.reading(path) as (_, folder):
+                policy.load_state(folder, with_optimizer=with_optimizer)
             return policy
 
         return self._make_model(body, source["rank"], source["targets"], make)
@@ -164,16 +189,22 @@ class Service:
         record = {"session": session, "rank": rank, "targets": targets, "last_s": self._now_s()}
         record["user_metadata"] = texts(body)
         answer, model = self._open(request_id), Model(run, session)
+        try:
+            self.records.put("runs", run, record)
+        except (Busy, OSError):
+            self.answers.close(request_id)
+            raise
         self.models[run] = model
-        self.records.put("runs", run, record)
 
         def do() -> Result:
-            model.policy = make()
+            if model.ended is None:
+                model.policy = make()
+            model.live_policy()
             return {"model_id": run}
 
         def done(result: Result) -> None:
-            if model.policy is None:  # it failed, and takes no room
-                self.models.pop(run, None)
+            if model.policy is None or model.ended is not None:  # it failed, and takes no room
+                self._drop_model(model, f"{run} was not made")
             answer(result)
 
         self._worker.do(do, done)
@@ -183,7 +214,7 @@ class Service:
         limit_s = self._now_s() - IDLE_S
         for session in {model.session for model in self.models.values()}:
             if self._heartbeats.get(session, 0.0) < limit_s:
-                self._drop_models(session)
+                self._drop_models(session, "the session was idle, and another one needs the room")
 
     def get_info(self, body: Mapping[str, Any]) -> Record:
         run = field(body, "model_id", str)
@@ -207,18 +238,18 @@ class Service:
 
     # -- operations on a model -------------------------------------------------------------
 
-    def train(self, data: bytes) -> Record:
-        """Queue a forward or a forward and backward pass of a protocol-buffer body."""
-        message = wire.parse("ForwardBackwardRequest", data)
+    def train(self, operation: Any, body: bytes) -> Record:
+        """Queue a forward or a forward and backward pass, whose body is read in its turn."""
 
         def run(policy: Policy) -> Result:
+            message = wire.parse("ForwardBackwardRequest", body)
             settings, loss = bodies.loss_settings(message), message.loss_fn
             data = [bodies.parse_datum(x, loss) for x in message.data]
             if message.forward_only:
                 return bodies.trained(policy.evaluate(data, loss, settings))
             return bodies.trained(policy.forward_backward(data, loss, settings))
 
-        return self._in_turn(message.model_id, message.seq_id, run)
+        return self._in_turn(operation.model_id, operation.seq_id, run)
 
     def optim_step(self, body: Mapping[str, Any]) -> Record:
         def run(policy: Policy) -> Result:
@@ -233,8 +264,8 @@ class Service:
 
         def run(policy: Policy) -> Result:
             path = self._training_path(body)
-            folder = self.records.checkpoint_folder(path)
-            policy.load_state(folder, with_optimizer=field(body, "optimizer", bool))
+            with self.weights.reading(path) as (_, folder):
+                policy.load_state(folder, with_optimizer=field(body, "optimizer", bool))
             return {"path": path}
 
         return self._queue(body, run)
@@ -249,28 +280,27 @@ class Service:
             return self._queue(body, partial(self._save_as, body, SAMPLER))
 
         def run(policy: Policy) -> Result:
-            at = self._checkpoint(body, SAMPLER, f"{NO_NAME}{number(body, 'seq_id')}")
-            session = self.records.runs[at.run]["session"]
+            model_id = field(body, "model_id", str)
+            # no client can choose this name: it has a "~"
+            at = CheckpointPath(model_id, SAMPLER, f"unnamed~{number(body, 'seq_id')}")
+            session = self.records.runs[model_id]["session"]
             key = f"{session}:sample:{number(body, 'sampling_session_seq_id')}"
-            self.weights.save(body, at, policy)
-            self.records.put("samplers", key, {"session": session, "path": str(at)})
+            self.weights.save(body, at, policy, key)
             return {"sampling_session_id": key}
 
         return self._queue(body, run)
 
     def _save_as(self, body: Mapping[str, Any], kind: str, policy: Policy) -> Result:
-        at = self._checkpoint(body, kind, field(body, "path", str))
+        name = bodies.check_name(field(body, "path", str))
+        at = CheckpointPath(field(body, "model_id", str), kind, name)
         self.weights.save(body, at, policy)
         return {"path": str(at)}
-
-    def _checkpoint(self, body: Mapping[str, Any], kind: str, name: str) -> CheckpointPath:
-        return CheckpointPath(field(body, "model_id", str), kind, bodies.check_name(name))
 
     def _training_path(self, body: Mapping[str, Any]) -> str:
         at = CheckpointPath.parse(field(body, "path", str))
         if at.kind != TRAINING:
             raise ValueError(f"expected a checkpoint of training, got {at}")
-        self.records.checkpoint_folder(str(at))
+        self.records.checkpoint(str(at))
         return str(at)
 
     def _queue(self, body: Mapping[str, Any], run: Callable[[Policy], Result]) -> Record:
@@ -285,27 +315,20 @@ class Service:
         model, request_id = self._model(run), f"{run}:{seq}"
         if request_id in self.answers:
             return {"request_id": request_id}
-        if not model.next_number <= seq < model.next_number + MAX_AHEAD:
-            raise ValueError(f"expected seq_id {model.next_number} or a later one, got {seq}")
+        model.turns.check(seq)
         on_result = self._open(request_id)
 
         def do() -> Result:
-            if model.policy is None:
-                raise ValueError(f"{run} was not made")
-            return operation(model.policy)
+            return operation(model.live_policy())
 
-        model.ahead[seq] = lambda: self._worker.do(do, on_result)
-        while model.next_number in model.ahead:
-            model.ahead.pop(model.next_number)()
-            model.next_number += 1
+        queued = Operation(lambda: self._worker.do(do, on_result), on_result)
+        model.turns.add(seq, queued, self._now_s())
         self.records.runs[run]["last_s"] = self._now_s()
         return {"request_id": request_id}
 
-    def _open(self, request_id: str) -> Callable[[Result], None]:
-        """Open an answer; returns what sets it."""
-        if self.answers.num_waiting >= MAX_WAITING:
-            raise Busy("too many requests wait")
-        self.answers.open(request_id)
+    def _open(self, request_id: str, num_bytes: int = 0) -> Callable[[Result], None]:
+        """Open an answer; returns what sets it. Raises Busy."""
+        self.answers.open(request_id, num_bytes)
         return partial(self.answers.set, request_id)
 
     # -- samples ---------------------------------------------------------------------------
@@ -315,7 +338,7 @@ class Service:
         self._live(session)
         path = field(body, "model_path", str, None)
         if path is not None:
-            self.records.checkpoint_folder(str(CheckpointPath.parse(path)))
+            self.records.checkpoint(str(CheckpointPath.parse(path)))
         elif (base := field(body, "base_model", str, None)) is not None:
             self._check_base(base)
         else:
@@ -337,7 +360,7 @@ class Service:
         """Queue a request for samples."""
         key, seq = field(body, "sampling_session_id", str), number(body, "seq_id")
         path, request_id = self._sampler_record(key)["path"], f"{key}:{seq}"
-        n = number(body, "num_samples", 1, bodies.MAX_SAMPLES)
+        n = number(body, "num_samples", 1, low=1, high=bodies.MAX_SAMPLES)
         ids = [f"{request_id}:{i}" for i in range(n)]
         answer = {"request_id": request_id, "sample_sequence_ids": ids}
         if request_id in self.answers:
@@ -352,20 +375,21 @@ class Service:
         sampling = bodies.parse_sampling(params, len(tokens), limit)
         noise = request_id if seed is None else f"seed {seed}"
 
+        used = list[Sampler]()  # also if its checkpoint is deleted, or saved again, meanwhile
+
         def request() -> SampleRequest:
-            return SampleRequest(self.weights.sampler(path), tokens, n, sampling, noise)
+            used.append(self.weights.sampler(path))
+            return SampleRequest(used[0], tokens, n, sampling, noise)
 
         def finish(samples: list[Sample]) -> Result:
             prompt_logps = None
             if wants_prompt:
                 prompt_logps = np.zeros(0, np.float32)
                 if len(tokens) > 1:
-                    [prompt_logps] = self.weights.sampler(path).forward(
-                        [Datum(tokens[:-1], tokens[1:])]
-                    )
+                    [prompt_logps] = used[0].forward([Datum(tokens[:-1], tokens[1:])])
             return bodies.sampled(samples, prompt_logps)
 
-        self._worker.sample(request, finish, self._open(request_id))
+        self._worker.sample(request, finish, self._open(request_id, SAMPLE_BYTES * n))
         return answer
 
     def capabilities(self) -> Record:

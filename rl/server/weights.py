@@ -2,81 +2,116 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from rl.api import Policy
 from rl.sampler import Sampler
-from rl.server.bodies import field, number, texts
-from rl.server.records import SAMPLER, CheckpointPath, Records
+from rl.server.bodies import field, texts, ttl_s
+from rl.server.records import CHECKPOINTS, SAMPLER, Change, CheckpointPath, Record, Records
 
 MAX_SAMPLERS = 16  # adapters that stay in memory to sample from
-NO_NAME = "unnamed-"  # a checkpoint of samplers that its client has not named
 
 
 class Weights:
     """A policy's adapters: each checkpoint's folder, and the ones that were sampled from last."""
 
-    def __init__(self, policy: Policy, records: Records, now_s: Callable[[], float]) -> None:
-        self._policy, self._records, self._now_s = policy, records, now_s
-        self._samplers: dict[str | None, Sampler] = {}  # by path, the newest last; None: no adapter
+    def __init__(self, policy: Policy, records: Records) -> None:
+        self._policy, self._records = policy, records
+        # By the checkpoint's folder, which no other one has had; None: no adapter. Newest last.
+        self._samplers: dict[str | None, Sampler] = {}
 
-    def save(self, body: Mapping[str, Any], at: CheckpointPath, policy: Policy) -> None:
-        """Write a checkpoint, one of samplers without the optimizer. Raises ValueError."""
-        path, ttl_s = str(at), number(body, "ttl_seconds", None)
-        before, metadata = self._records.checkpoints.get(path), texts(body)
+    def save(
+        self,
+        body: Mapping[str, Any],
+        at: CheckpointPath,
+        policy: Policy,
+        sampling_session: str | None = None,
+    ) -> None:
+        """Write a checkpoint, one of samplers without the optimizer. Raises ValueError.
+
+        A `sampling_session` is the only one that has it: its client gave it no name.
+        """
+        path, lives_s, metadata = str(at), ttl_s(body), texts(body)
+        before = self._records.checkpoints.get(path)
         if before is not None and not field(body, "overwrite", bool, False):
             raise ValueError(f"{path} exists: choose another name, or overwrite=True")
-        folder_name, now_s = uuid.uuid4().hex, self._now_s()
-        folder = self._records.folder / "checkpoints" / folder_name
-        if at.kind == SAMPLER:
-            policy.export_adapter(folder)
-        else:
-            policy.save_state(folder)
-        record = {
-            **{"path": path, "run": at.run, "kind": at.kind, "name": at.name},
-            **{"folder": folder_name, "time_s": now_s, "public": False},
-            "bytes": sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()),
-            "expires_s": None if ttl_s is None else now_s + ttl_s,
-            "user_metadata": metadata,
-        }
-        self._records.put("checkpoints", path, record)
+        folder_name, now_s = uuid.uuid4().hex, self._records.now_s()
+        folder = self._records.folder / CHECKPOINTS / folder_name
+        try:
+            if at.kind == SAMPLER:
+                policy.export_adapter(folder)
+            else:
+                policy.save_state(folder)
+            record = {
+                **{"path": path, "run": at.run, "kind": at.kind, "name": at.name},
+                **{"folder": folder_name, "time_s": now_s, "public": False},
+                "bytes": sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()),
+                "expires_s": None if lives_s is None else now_s + lives_s,
+                "user_metadata": metadata,
+                "sampling_session": sampling_session,
+            }
+            changes: list[Change] = [("checkpoints", path, record)]
+            if sampling_session is not None:
+                session = self._records.runs[at.run]["session"]
+                changes.append(("samplers", sampling_session, {"session": session, "path": path}))
+            self._records.write(changes)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         if before is not None:
             shutil.rmtree(folder.parent / before["folder"], ignore_errors=True)
-            self._samplers.pop(path, None)
         if at.kind == SAMPLER:
-            self._keep(path, policy.sampler())
+            self._keep(folder_name, policy.sampler())
         self.drop_unnamed(at.run, MAX_SAMPLERS)
 
     def drop_unnamed(self, run: str, num_left: int) -> None:
         """Delete a run's checkpoints without a name but for the newest; from any thread."""
-        unnamed = [c for c in self._records.run_checkpoints(run) if c["name"].startswith(NO_NAME)]
+        own = self._records.run_checkpoints(run)
+        unnamed = [c for c in own if c.get("sampling_session") is not None]
         for record in unnamed[: max(0, len(unnamed) - num_left)]:
             self._records.drop_checkpoint(record["path"])
 
     def sampler(self, path: str | None) -> Sampler:
         """Return a checkpoint's weights, or the policy's without an adapter. Raises ValueError."""
-        if (sampler := self._samplers.get(path)) is None:
+        key = None if path is None else self._records.checkpoint(path)["folder"]
+        if (sampler := self._samplers.get(key)) is None:
             sampler = self._adapted(path).sampler()
-        self._keep(path, sampler)
+        self._keep(key, sampler)
         return sampler
+
+    @contextlib.contextmanager
+    def reading(self, path: str) -> Iterator[tuple[Record, Path]]:
+        """Yield a checkpoint's record and folder. Raises ValueError, also if it goes meanwhile."""
+        record = self._records.checkpoint(path)
+        try:
+            yield record, self._records.folder / CHECKPOINTS / record["folder"]
+        except Exception:
+            if self._records.checkpoint(path)["folder"] != record["folder"]:
+                raise ValueError(f"{path} was saved again meanwhile: load it again") from None
+            raise
 
     def _adapted(self, path: str | None) -> Policy:
         """Return the policy with the adapter of a checkpoint, or with one that changes nothing."""
         if path is None:
             return self._policy.with_new_adapter()
-        folder = self._records.checkpoint_folder(path)
-        if self._records.checkpoints[path]["kind"] == SAMPLER:
-            return self._policy.with_adapter(folder)
-        policy = self._policy.with_new_adapter()
-        policy.load_state(folder, with_optimizer=False)
-        return policy
+        with self.reading(path) as (record, folder):
+            if record["kind"] == SAMPLER:
+                return self._policy.with_adapter(folder)
+            policy = self._policy.with_new_adapter()
+            policy.load_state(folder, with_optimizer=False)
+            return policy
 
-    def _keep(self, path: str | None, sampler: Sampler) -> None:
-        """Keep a sampler as the newest; the one that was used the longest ago goes."""
-        self._samplers.pop(path, None)
-        self._samplers[path] = sampler
+    def _keep(self, key: str | None, sampler: Sampler) -> None:
+        """Keep a sampler as the newest; deleted ones go, and the one unused for longest."""
+        self._samplers.pop(key, None)
+        self._samplers[key] = sampler
+        live = {c["folder"] for c in list(self._records.checkpoints.values())}
+        for old in [old for old in self._samplers if old is not None and old not in live]:
+            del self._samplers[old]
         while len(self._samplers) > MAX_SAMPLERS:
             del self._samplers[next(iter(self._samplers))]

@@ -15,6 +15,7 @@ CONTENT_TYPE = "application/x-protobuf"
 MESSAGES: Mapping[str, str] = {
     "ForwardBackwardRequest": """1 model_id string, 2 seq_id int32, 3 data Datum*, 4 loss_fn string,
         5 loss_fn_config {double}, 6 forward_only bool, 7 loss_fn_config_v2 {LossConfigValue}""",
+    "Operation": "1 model_id string, 2 seq_id int32",  # the start of a ForwardBackwardRequest
     "LossConfigValue": "1 number double, 2 text string",
     "Datum": "1 model_input Chunk*, 2 loss_fn_inputs {Tensor}",
     "Chunk": "1 encoded_text EncodedTextChunk, 2 image Other, 3 dmel Other",
@@ -32,6 +33,8 @@ MESSAGES: Mapping[str, str] = {
 FLOAT32, INT64 = 1, 2
 DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
 STOP, LENGTH = 0, 1  # stop_reason
+MAX_FIELDS = 2**18  # of a message, with those of the messages in it
+MAX_SPARSE = 2**20  # numbers of a sparse tensor, zeros included
 
 _Field = descriptor_pb2.FieldDescriptorProto
 
@@ -84,6 +87,49 @@ def parse(name: str, data: bytes) -> Any:
         raise ValueError(f"expected a {name}: {error}") from error
 
 
+def check_fields(name: str, data: bytes) -> None:
+    """Raise ValueError for a message of more than MAX_FIELDS fields, before it is parsed.
+
+    An empty message of two bytes takes a hundred once it is parsed.
+    """
+    count, waiting = 0, [(_POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"), 0, len(data))]
+    while waiting:
+        kind, at, end = waiting.pop()
+        while at < end:
+            tag, at = _varint(data, at, end)
+            field, wire_type = kind.fields_by_number.get(tag >> 3), tag & 7
+            count += 1
+            if wire_type == 0:
+                _, at = _varint(data, at, end)
+            elif wire_type in (1, 5):
+                at += 8 if wire_type == 1 else 4
+            elif wire_type == 2:
+                size, at = _varint(data, at, end)
+                if field is not None and field.message_type is not None:
+                    waiting.append((field.message_type, at, at + size))
+                elif field is not None and field.is_repeated:
+                    count += size  # numbers of a byte each
+                at += size
+            else:
+                raise ValueError(f"expected a {name}: found a field of the kind {wire_type}")
+            if at > end:
+                raise ValueError(f"expected a {name}: it is cut")
+            if count > MAX_FIELDS:
+                raise ValueError(f"expected at most {MAX_FIELDS:,} fields: send fewer data at once")
+
+
+def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
+    """Return a number of 7 bits a byte, and where it ends. Raises ValueError."""
+    value = shift = 0
+    while at < end and shift < 70:
+        byte = data[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return value, at
+    raise ValueError("expected a number, which is cut")
+
+
 def array(tensor: Any) -> np.ndarray:
     """Return a dense tensor's numbers. Raises ValueError."""
     if tensor.HasField("sparse_csr"):
@@ -116,10 +162,13 @@ def _from_csr(tensor: Any) -> np.ndarray:
     ends = _numbers(tensor.sparse_csr.crow_indices, DTYPES[INT64])
     columns = _numbers(tensor.sparse_csr.col_indices, DTYPES[INT64])
     rows, width = tensor.shape if len(tensor.shape) == 2 else (-1, 0)
-    fits = rows == len(ends) - 1 and len(values) == len(columns) and 0 <= rows * width <= 2**24
-    counts = np.diff(ends)
-    if not fits or ends[0] != 0 or ends[-1] != len(values) or (counts < 0).any():
+    if rows * width > MAX_SPARSE:
+        raise ValueError(f"expected a sparse tensor of at most {MAX_SPARSE:,} numbers")
+    fits = rows == len(ends) - 1 >= 0 and width >= 0 and len(values) == len(columns)
+    # each end is checked: differences of far ones wrap around
+    if not fits or ends[0] != 0 or ends[-1] != len(values) or (np.sort(ends) != ends).any():
         raise ValueError("expected a sparse tensor of two axes with row ends and columns")
+    counts = np.diff(ends)
     if len(columns) and not (0 <= columns.min() and columns.max() < width):
         raise ValueError(f"expected columns below {width}, got {columns.min()} to {columns.max()}")
     result = np.zeros((rows, width), values.dtype)

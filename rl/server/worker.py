@@ -8,10 +8,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rl.runtime.progress import say
 from rl.sampler import Sample
+from rl.server.account import Busy
+from rl.server.records import no_space
 from rl.stream import SampleRequest, Stream
 
 Result = bytes | dict[str, Any]  # a message, or a JSON object
@@ -21,8 +24,8 @@ OnResult = Callable[[Result], None]
 class Worker:
     """Runs operations and samples of a stream; results are delivered in the event loop."""
 
-    def __init__(self, stream: Stream, loop: asyncio.AbstractEventLoop) -> None:
-        self._stream, self._loop = stream, loop
+    def __init__(self, stream: Stream, loop: asyncio.AbstractEventLoop, folder: Path) -> None:
+        self._stream, self._loop, self._folder = stream, loop, folder
         self._jobs = collections.deque[Callable[[], None]]()
         self._sampling: dict[object, OnResult] = {}  # requests in the stream
         self._changed, self._is_closed = threading.Condition(), False
@@ -32,7 +35,7 @@ class Worker:
     def do(self, operation: Callable[[], Result], on_result: OnResult) -> None:
         """Queue an operation, whose error is its result too."""
 
-        self._put(lambda: self._deliver(on_result, _result(operation)))
+        self._put(lambda: self._deliver(on_result, self._result(operation)))
 
     def sample(
         self,
@@ -46,14 +49,14 @@ class Worker:
         def done(samples: list[Sample] | Exception) -> None:
             del self._sampling[key]
             if isinstance(samples, Exception):
-                return self._deliver(on_result, _failure(samples))
-            self._deliver(on_result, _result(lambda: finish(samples)))
+                return self._deliver(on_result, self._failure(samples))
+            self._deliver(on_result, self._result(lambda: finish(samples)))
 
         def job() -> None:
             try:
                 self._stream.add(request(), done)
             except Exception as error:
-                self._deliver(on_result, _failure(error))
+                self._deliver(on_result, self._failure(error))
             else:
                 self._sampling[key] = on_result
 
@@ -91,7 +94,7 @@ class Worker:
         try:
             self._stream.step()
         except Exception as error:
-            result = _failure(error)
+            result = self._failure(error)
             for on_result in self._sampling.values():
                 self._deliver(on_result, result)
             self._sampling.clear()
@@ -99,18 +102,18 @@ class Worker:
     def _deliver(self, on_result: OnResult, result: Result) -> None:
         self._loop.call_soon_threadsafe(on_result, result)
 
+    def _result(self, operation: Callable[[], Result]) -> Result:
+        """Return an operation's result, or its error as one."""
+        try:
+            return operation()
+        except Exception as error:
+            return self._failure(error)
 
-def _result(operation: Callable[[], Result]) -> Result:
-    """Return an operation's result, or its error as one."""
-    try:
-        return operation()
-    except Exception as error:
-        return _failure(error)
-
-
-def _failure(error: Exception) -> dict[str, Any]:
-    """Return a client's view of an error: its text if the client caused it, else its kind."""
-    if isinstance(error, ValueError):
-        return {"error": str(error), "category": "user"}
-    say("".join(traceback.format_exception(error)), sys.stderr)
-    return {"error": f"{type(error).__name__} in the server: see its log", "category": "server"}
+    def _failure(self, error: Exception) -> dict[str, Any]:
+        """Return a client's view of an error: its text if the client caused it, else its kind."""
+        if isinstance(error, ValueError):
+            return {"error": str(error), "category": "user"}
+        if text := no_space(error, self._folder) or (str(error) if isinstance(error, Busy) else ""):
+            return {"error": text, "category": "server"}
+        say("".join(traceback.format_exception(error)), sys.stderr)
+        return {"error": f"{type(error).__name__} in the server: see its log", "category": "server"}

@@ -16,6 +16,7 @@ import uvicorn
 
 from rl.api import Policy
 from rl.server.app import make_app
+from rl.server.connections import configured
 from rl.server.records import Records
 from rl.server.service import Served
 
@@ -29,9 +30,7 @@ def serve(policy: Policy, folder: Path, key: str | None = None) -> Iterator[str]
     """Serve a policy; yields the address."""
     served = Served(policy, NAME, policy.config.policy.directory)
     app = make_app(served, policy.stream(2), Records(folder), key)
-    server = uvicorn.Server(
-        uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1, ws="none")
-    )
+    server = uvicorn.Server(configured(app, port=0))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from rl.server.answers import Answers
+from rl.server.account import Account
+from rl.server.answers import OVERHEAD_BYTES, Answers
 
 
 def run(coroutine):
@@ -15,13 +16,13 @@ def run(coroutine):
 
 def test_an_answer_is_fetched_again_and_waited_for():
     async def play():
-        answers = Answers()
+        answers = Answers(Account())
         answers.open("a")
         assert await answers.fetch("a", 0.01) is None and answers.num_waiting == 1
         asyncio.get_running_loop().call_later(0.01, answers.set, "a", b"done")
         for _ in range(2):
             answer = await answers.fetch("a", 60.0)
-            assert answer.message == b"done"
+            assert answer.body == b"done"
         assert answers.num_waiting == 0 and len(answers) == 1
         with pytest.raises(KeyError):
             await answers.fetch("b", 0.01)
@@ -31,7 +32,7 @@ def test_an_answer_is_fetched_again_and_waited_for():
 
 def test_the_oldest_ready_answers_go_first():
     async def play():
-        answers = Answers(max_bytes=250)
+        answers = Answers(Account(), max_bytes=2 * (100 + OVERHEAD_BYTES))
         for name in "abcd":
             answers.open(name)
         for name in "cab":

@@ -249,7 +249,7 @@ def test_an_operation_that_fails_keeps_its_turn(training):
         training.save_weights_for_sampler("a/b").result()
     with pytest.raises(tinker.TinkerError, match="found no checkpoint"):
         training.load_state("tinker://none/weights/x").result()
-    with pytest.raises(tinker.TinkerError, match="expected rates of at least 0"):
+    with pytest.raises(tinker.TinkerError, match="learning_rate: expected 0 to"):
         training.optim_step(types.AdamParams(learning_rate=-1.0)).result()
     assert training.forward([datum([1, 2, 3])], "cross_entropy").result(timeout=600)
 

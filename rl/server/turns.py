@@ -1,0 +1,79 @@
+"""Operations on a model in the order of their numbers, which may come in another one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from rl.api import Policy
+
+MAX_AHEAD = 4096  # operations of a model whose predecessors have not come
+GAP_S = 600.0  # after which they are answered without the one that is missing
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """`start` queues it for the worker; `answer` sets its result instead."""
+
+    start: Callable[[], None]
+    answer: Callable[[dict[str, Any]], None]
+
+
+class Turns:
+    """Starts operations in turn; one that comes before its predecessors waits for them."""
+
+    def __init__(self) -> None:
+        self.next_number = 1
+        self._ahead: dict[int, Operation] = {}
+        self._since_s = 0.0  # when the next number began to be missing
+
+    def check(self, number: int) -> None:
+        """Raise ValueError for a number that cannot come now."""
+        if not self.next_number <= number < self.next_number + MAX_AHEAD:
+            raise ValueError(f"expected seq_id {self.next_number} or a later one, got {number}")
+
+    def add(self, number: int, operation: Operation, now_s: float) -> None:
+        if not self._ahead:
+            self._since_s = now_s
+        self._ahead[number] = operation
+        while self.next_number in self._ahead:
+            self._ahead.pop(self.next_number).start()
+            self.next_number += 1
+            self._since_s = now_s
+
+    def expire(self, now_s: float) -> None:
+        """Answer the operations that have waited too long; a client goes on after them."""
+        if self._ahead and now_s - self._since_s > GAP_S:
+            last = max(self._ahead)
+            self.drop(f"the operation with seq_id {self.next_number} has not come")
+            self.next_number = last + 1
+
+    def drop(self, why: str) -> None:
+        """Answer the operations that wait with an error."""
+        waiting, self._ahead = self._ahead, {}
+        for operation in waiting.values():
+            operation.answer({"error": why, "category": "user"})
+
+
+@dataclasses.dataclass(eq=False)
+class Model:
+    """A model in training: its adapter once it is made, its operations, and why it has ended."""
+
+    run: str
+    session: str
+    policy: Policy | None = None
+    turns: Turns = dataclasses.field(default_factory=Turns)
+    ended: str | None = None
+
+    def end(self, why: str) -> None:
+        """Free the adapter, and answer the operations that wait."""
+        self.ended, self.policy = why, None
+        self.turns.drop(why)
+
+    def live_policy(self) -> Policy:
+        """Return the adapter. Raises ValueError if there is none."""
+        policy = self.policy
+        if policy is None:
+            raise ValueError(self.ended or f"{self.run} was not made")
+        return policy

@@ -1,0 +1,139 @@
+"""The server's HTTP layer with a policy that does nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import uvicorn
+
+from rl.learner.data import Output
+from rl.server.app import make_app
+from rl.server.connections import configured
+from rl.server.records import Records
+from rl.server.service import Served
+
+NAME = "idle"
+
+
+class Policy:
+    """A policy without weights, whose checkpoints are files of zeros."""
+
+    model = SimpleNamespace(lora=SimpleNamespace(rank=8))
+    config = SimpleNamespace(longest_tokens=64)
+
+    def __init__(self, checkpoint_bytes: int = 1) -> None:
+        self._checkpoint_bytes = checkpoint_bytes
+
+    def with_new_adapter(self, *_: Any) -> Policy:
+        return self
+
+    def with_adapter(self, folder: Path) -> Policy:
+        (folder / "weights").read_bytes()
+        return self
+
+    def load_state(self, folder: Path, **_: Any) -> None:
+        self.with_adapter(folder)
+
+    def forward_backward(self, data: Any, *_: Any) -> Output:
+        return Output(0.0, [np.zeros(len(datum), np.float32) for datum in data])
+
+    evaluate = forward_backward
+
+    def optim_step(self, adam: Any) -> float:
+        return 1.0
+
+    def save_state(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        file = os.open(folder / "weights", os.O_WRONLY | os.O_CREAT)
+        try:
+            if os.write(file, bytes(self._checkpoint_bytes)) < self._checkpoint_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(file)
+
+    export_adapter = save_state
+
+    def sampler(self) -> Any:
+        return SimpleNamespace(forward=lambda data: [np.zeros(len(data[0]), np.float32)])
+
+
+class Stream:
+    """A stream whose requests end at once, without samples."""
+
+    has_work = False
+
+    def add(self, request: Any, on_finish: Any) -> None:
+        on_finish([])
+
+    def step(self) -> None:
+        """There is no work."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def application(folder: Path, checkpoint_bytes: int = 1, **options: Any) -> Any:
+    served: Any = Served(Policy(checkpoint_bytes), NAME, "none")  # type: ignore[arg-type]
+    stream: Any = Stream()
+    return make_app(served, stream, Records(folder), **options)
+
+
+@contextlib.contextmanager
+def idle_server(folder: Path, **options: Any) -> Iterator[tuple[Any, str]]:
+    """Serve in a thread; yields the application and its address."""
+    app = application(folder, **options)
+    server = uvicorn.Server(configured(app, port=0))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive(), "the server has ended"
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield app, f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        assert not thread.is_alive(), "the server goes on"
+
+
+def serve_on(sock: socket.socket, folder: Path, checkpoint_bytes: int) -> None:
+    """Serve until a signal."""
+    uvicorn.Server(configured(application(folder, checkpoint_bytes))).run(sockets=[sock])
+
+
+def limit_disk(folder: Path, room_bytes: int) -> None:
+    """Let this process's `os.write` find a disk with so much room for the files of a folder.
+
+    As on a full disk, a write that has no room for all of its bytes writes the first ones.
+    """
+    write, mutex = os.write, threading.Lock()
+
+    def used() -> int:
+        total = 0
+        for where, _, names in os.walk(folder):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):  # another thread has just deleted it
+                    total += os.stat(os.path.join(where, name)).st_size
+        return total
+
+    def limited(file: int, data: Any) -> int:
+        if not os.readlink(f"/proc/self/fd/{file}").startswith(f"{folder}/"):
+            return write(file, data)
+        with mutex:
+            room = room_bytes - used()
+            if room <= 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(file, bytes(data)[:room])
+
+    os.write = limited
