@@ -3,6 +3,7 @@
 A text is a prompt and a response, all of whose tokens are given. After each of them but the last, a
 pass draws by both schemes, takes the log-probability of the next one, and sums the bits of the
 hidden state and of the logits, as integers: any other bit is another sum, but for one in 2³².
+Positions take turns: no cut, top-k, top-p. Where the next token is cut, the `cdf` draw's is taken.
 
 Shape suffixes: N positions of all texts, X positions of a pass, B slots, W nodes of a slot,
 C tokens of a chunk, S tokens of a text.
@@ -29,6 +30,7 @@ from rl import packing
 from spec import nodes as packed_nodes
 from spec import sampling
 
+TOP_K, TOP_P = 20, 0.9
 WAITS = 0.2  # of slots in a round of decoding: their positions come apart
 
 
@@ -89,17 +91,21 @@ def _found(
     config: ModelConfig, params: Params, hidden_XD: jax.Array, places: Places, is_training: bool
 ) -> Found:
     logits_XV = transformer.head(config, params, hidden_XD)
-    one_X, off_X = jnp.ones(len(hidden_XD)), jnp.zeros(len(hidden_XD), jnp.int32)
+    one_X = jnp.ones(len(hidden_XD))
+    cut_X = places.position % 3
+    processing_X = one_X, jnp.where(cut_X == 1, TOP_K, 0), jnp.where(cut_X == 2, TOP_P, one_X)
     keys_B = sampling.request_keys(sampling.step_key(0, 0), places.group)
     keys_X = sampling.position_keys(keys_B, places.position[:, None])[:, 0]
-    processed_XV = sampling.processed_logits(logits_XV, one_X, off_X, one_X)
+    processed_XV = sampling.processed_logits(logits_XV, *processing_X)
     mass = sampling.masses(processed_XV)
+    draws = [sampling.draw(processed_XV, keys_X, one_X, s, mass)[0] for s in ("cdf", "gumbel")]
+    next_logit_X = jnp.take_along_axis(processed_XV, places.following[:, None], axis=1)[:, 0]
+    tokens_X = jnp.where(next_logit_X > -jnp.inf, places.following, draws[0])
     if is_training:
-        logprob_X, _ = sampling.log_probs(logits_XV, places.following, one_X, off_X, one_X)
+        logprob_X, _ = sampling.log_probs(logits_XV, tokens_X, *processing_X)
     else:
-        given = logits_XV, processed_XV, mass, places.following, one_X
+        given = logits_XV, processed_XV, mass, tokens_X, one_X
         logprob_X, _ = sampling.given_log_probs(*given)
-    draws = (sampling.draw(processed_XV, keys_X, one_X, s, mass)[0] for s in ("cdf", "gumbel"))
     return Found(*draws, logprob_X, _bits(hidden_XD), _bits(logits_XV))
 
 

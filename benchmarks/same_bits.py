@@ -1,4 +1,4 @@
-"""Bits that passes and runs find: `python -m benchmarks.same_bits passes|runs --json`.
+"""Bits that passes and runs find: `python -m benchmarks.same_bits passes|runs|cuts --json`.
 
 passes   The same random texts by plain decoding of 1, 6 and 64 slots, trees, chunks and training
          rows (`benchmarks.passes`), in rows and in pages, each against plain decoding of 6 slots:
@@ -7,6 +7,8 @@ passes   The same random texts by plain decoding of 1, 6 and 64 slots, trees, ch
          before they are rounded.
 runs     `python -m rl.train` with drafts, reuse, work ahead and workers, against the same run
          without any of them: samples and weights after the last step.
+cuts     Draws and log-probabilities of the same logits with top-k and top-p (`benchmarks.cuts`), on
+         one device, under fsdp=2 and under tensor=2, `--rows` for each size of vocabulary.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import cuts as cut_rows
 from benchmarks import environment, workloads
 from benchmarks.passes import Passes, Text, differences, random_texts
 from models import transformer
@@ -56,6 +59,7 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {  # of a base
     "coupled": ("repeated", (*LEARNED, "Reuse.mode='coupled'")),
 }
 DEVICES = "--xla_force_host_platform_device_count=3"  # workers ahead and two workers have some
+CUT_VOCABULARIES = 99, 1000, 1003, 32_000  # meshes of two devices split two of them
 MESH = "Mesh.data=1"  # the trainer's one device: gradients are sums of XLA's
 
 
@@ -169,6 +173,20 @@ def _compared(one: tuple, other: tuple) -> dict[str, int]:
     }
 
 
+def cuts(arguments: argparse.Namespace) -> dict[str, Any]:
+    jax.config.update("jax_num_cpu_devices", 2)
+    rows = []
+    for vocab_size in arguments.vocabularies:
+        for row in cut_rows.totals(arguments.rows, vocab_size):
+            rows.append(row)
+            environment.progress(row)
+    return {name: sum(row[name] for row in rows) for name in ("tokens", "logprobs")} | {
+        "rows": rows
+    }
+
+
 if __name__ == "__main__":
-    parts = {"passes": passes, "runs": runs}
-    environment.run(__doc__, parts, environment.TRAINING, groups=4, policy=Path(), steps=20)
+    parts = {"passes": passes, "runs": runs, "cuts": cuts}
+    flags = {"groups": 4, "policy": Path(), "steps": 20}
+    flags |= {"rows": 200_000, "vocabularies": CUT_VOCABULARIES}
+    environment.run(__doc__, parts, environment.TRAINING, **flags)

@@ -423,8 +423,6 @@ def _why_other_bits(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) 
         return f"expected Cluster.rollouts='local', got {config.cluster.rollouts!r}"
     if config.cluster.kind == "ray":
         return "expected Cluster.kind='local' or 'spmd': workers on Ray have flags of their own"
-    if config.sampling.top_p < 1:
-        return f"expected Sampling.top_p=1, whose cut is no sum, got {config.sampling.top_p}"
     if platform == "tpu" and (reason := _large_rounds(config, model, mesh)):
         return reason
     page_tokens = config.engine.page_tokens if config.engine.is_paged(is_cpu=False) else None

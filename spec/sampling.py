@@ -26,6 +26,7 @@ KEY_IMPL = "threefry2x32"  # named, so that a changed default of jax changes no 
 NOISE_NAMES = 2**31  # of requests
 Axes = tuple[str, str]  # logical axes of logits: of their first axis, and of the vocabulary
 ROLLOUT_AXES: Axes = PRODUCT_AXES
+WHOLE_MASS = 2**30  # of the most likely token, where masses are whole numbers
 LEAST = jnp.finfo(jnp.float32).min / 2  # a logit of what cannot be
 
 
@@ -94,8 +95,8 @@ def _flipped(bits: jax.Array) -> jax.Array:
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-def _threshold(values_V: jax.Array, enough: jax.Array, weights_V: jax.Array) -> jax.Array:
-    """Return the largest x with Σ weights[values ≥ x] ≥ enough, by 32 bisections of float32."""
+def _threshold(values_V: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Return the largest x for which `is_enough(values ≥ x)`, by 32 bisections of float32."""
 
     def ordered(x: jax.Array) -> jax.Array:
         x = jnp.where(x == 0, 0.0, x)  # −0 is 0
@@ -109,12 +110,48 @@ def _threshold(values_V: jax.Array, enough: jax.Array, weights_V: jax.Array) -> 
         low, high = bounds
         # the upper middle of two int32 without overflow
         middle = (low | high) - ((low ^ high) >> 1)
-        mass = jnp.sum(jnp.where(order_V >= middle[..., None], weights_V, 0.0), axis=-1)
-        ok = mass >= enough
+        ok = is_enough(order_V >= middle[..., None])
         return jnp.where(ok, middle, low), jnp.where(ok, high, middle - 1)
 
     low, _ = jax.lax.fori_loop(0, 32, halve, (low, high))
     return jax.lax.bitcast_convert_type(_flipped(low), jnp.float32)
+
+
+def _apart(x: jax.Array) -> jax.Array:
+    """Return x by a select, which parts what XLA would fuse.
+
+    On CPUs a library computes reductions with the elementwise operations beside them, in some
+    programs; its exp and log have other bits than XLA's.
+    """
+    return jnp.where(x < jnp.inf, x, x + x)
+
+
+def _top(logits_V: jax.Array) -> jax.Array:
+    """Return the largest logit of each row, which is exact in any order."""
+    return _apart(jnp.max(logits_V, axis=-1))
+
+
+def _whole_masses(logits_V: jax.Array) -> jax.Array:
+    """Return e^(logit − top) as whole numbers of 2⁻³⁰; uint32 [..., V]."""
+    mass_V = jnp.exp(logits_V - _top(logits_V)[..., None])
+    return jnp.round(mass_V * np.float32(WHOLE_MASS)).astype(jnp.uint32)
+
+
+def _whole_sum(mass_V: jax.Array) -> jax.Array:
+    """Return the sum of whole masses, rounded to float32 last; [...].
+
+    No order of the terms and no mesh changes it: three words of 10 bits are summed apart, in one
+    pass, and none overflows for V < 2²².
+    """
+    words = mass_V >> 20, (mass_V >> 10) & 1023, mass_V & 1023
+
+    def add(one: tuple, other: tuple) -> tuple:
+        return tuple(a + b for a, b in zip(one, other, strict=True))
+
+    zeros = (np.uint32(0),) * len(words)
+    sums = jax.lax.reduce(words, zeros, add, dimensions=(mass_V.ndim - 1,))
+    high, middle, low = (x.astype(jnp.float32) for x in sums)
+    return high * np.float32(2**20) + middle * np.float32(2**10) + low  # products are exact
 
 
 def processed_logits(
@@ -131,13 +168,22 @@ def processed_logits(
     logits_V = logits_V.astype(jnp.float32) / scale[..., None]
 
     def least_k() -> jax.Array:
-        return _threshold(logits_V, top_k.astype(jnp.float32), jnp.ones_like(logits_V))
+        def is_enough(kept_V: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.where(kept_V, 1.0, 0.0), axis=-1) >= top_k.astype(jnp.float32)
+
+        return _threshold(logits_V, is_enough)
 
     cut_k = _where_any((top_k > 0) & ~greedy, least_k)
 
     def least_p() -> jax.Array:
         left_V = _without(logits_V, cut_k)
-        return _threshold(left_V, top_p, jax.nn.softmax(left_V, axis=-1))
+        mass_V = _whole_masses(left_V)
+        enough = top_p * _whole_sum(mass_V)
+
+        def is_enough(kept_V: jax.Array) -> jax.Array:
+            return _whole_sum(jnp.where(kept_V, mass_V, 0)) >= enough
+
+        return _threshold(left_V, is_enough)
 
     return _without(logits_V, jnp.maximum(cut_k, _where_any((top_p < 1) & ~greedy, least_p)))
 
@@ -198,7 +244,7 @@ def _log_total(mass_C: jax.Array, vocab_size: int, rows_axis: str) -> jax.Array:
     # gathered, then cut: XLA fails to partition the other order if the cut splits a part
     mass_C = constrain(mass_C, *rows, None)
     mass_C = mass_C[..., : -(-vocab_size // block_tokens(vocab_size))]  # the rest is padding
-    return jnp.log(sum_in_order(mass_C))
+    return _apart(jnp.log(sum_in_order(mass_C)))
 
 
 class Masses(NamedTuple):
@@ -212,7 +258,7 @@ class Masses(NamedTuple):
 
 def masses(logits_V: jax.Array, axes: Axes = ROLLOUT_AXES) -> Masses:
     """Return the masses of processed logits [..., V]."""
-    top = jnp.max(logits_V, axis=-1)
+    top = _top(logits_V)
     mass_CW, mass_C = _blocks(jnp.exp(logits_V - top[..., None]), axes)
     return Masses(mass_CW, mass_C, top, _log_total(mass_C, logits_V.shape[-1], axes[0]))
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import passes
+from benchmarks import cuts, passes
 from benchmarks.passes import Passes, differences
 from benchmarks.same_bits import KINDS, as_kind
 from models import cached_attention, kv_cache, layers, row_attention, sharding, transformer
@@ -131,8 +131,8 @@ def in_parts(x, *weights):
     return layers._feed_forward_in_parts(x, *weights, 4)
 
 
-def by_log_softmax(logits_V, tokens, *_):
-    logprobs_V = jax.nn.log_softmax(logits_V)
+def by_log_softmax(logits_V, tokens, *processing):
+    logprobs_V = jax.nn.log_softmax(sampling.processed_logits(logits_V, *processing))
     return jnp.take_along_axis(logprobs_V, tokens[..., None], axis=-1)[..., 0], None
 
 
@@ -197,3 +197,25 @@ def test_a_planted_violation_is_found(bench, monkeypatch, violation):
     plant(monkeypatch)
     got = found(want, PASSES[name](rows))
     assert got["logprobs"] > 0.05 * len(want.logprob)
+
+
+def cuts_found(num_rows, vocab_size):
+    rows = cuts.random_rows(num_rows, vocab_size, np.random.default_rng(0))
+    return {
+        (row["devices"], row["function"]): row["tokens"] + row["logprobs"]
+        for row in cuts.differences(rows)
+    }
+
+
+# Two devices split a vocabulary of 1,000. XLA's programs for thousands of rows are others.
+@pytest.mark.parametrize("num_rows, vocab_size", [(256, 99), (4096, 1000), (256, 1003)])
+def test_bits_of_cuts_on_meshes(num_rows, vocab_size):
+    found = cuts_found(num_rows, vocab_size)
+    assert len(found) == 6 and not any(found.values()), found
+
+
+def test_a_cut_by_a_sum_of_another_order_is_found(monkeypatch):
+    by_reduction = partial(jnp.sum, axis=-1, dtype=jnp.float32)
+    monkeypatch.setattr(sampling, "_whole_sum", by_reduction)
+    found = cuts_found(260, 1000)  # rows of no other test, so that all is traced anew
+    assert found["tensor=2", "sampler"] > 0 and found["fsdp=2", "trainer"] > 0, found

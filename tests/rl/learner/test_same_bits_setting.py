@@ -14,7 +14,6 @@ from rl import setup
 from rl.config import TrainConfig
 from rl.gin.loader import load
 from rl.learner.config import (
-    NumericsConfig,
     why_other_bits,
     why_other_bits_on_accelerators,
 )
@@ -115,15 +114,6 @@ def test_rounds_that_memories_of_a_tpu_do_not_hold():
     assert why(*tokens) is None, "32,768 tokens of two heads"
     too_many = "at most 32,768 tokens of drafts, or of prompts, .* 2 key/value heads, got 65,536"
     assert re.search(too_many, why(*tokens, "Engine.prefill_rows=8"))
-
-
-@pytest.mark.parametrize("platform", ["tpu", "gpu"])
-def test_the_cut_of_top_p_is_refused_on_accelerators(monkeypatch, platform):
-    monkeypatch.setattr(setup.jax, "default_backend", lambda: platform)
-    config = load(TrainConfig, ["configs/plain_tiny.gin"], ["Sampling.top_p=0.9"])
-    config = dataclasses.replace(config, numerics=NumericsConfig(same_bits=True))
-    with pytest.raises(ValueError, match="expected Sampling.top_p=1, .* got 0.9"):
-        setup.check_bits(config, OF_TPUS, None)
 
 
 def test_other_gpus(hoppers, monkeypatch):
