@@ -3,7 +3,7 @@
 Templates, tokenizers and packed columns are small programs: a few bytes of them take all memory, or
 run for hours in code that holds Python's lock, so that no exception and no signal ends them. The
 child allocates `memory_bytes` more than it started with, and ends itself at the deadline of a
-request; the next request starts another one.
+request; the next request starts another one. It has no keys or tokens of the environment.
 """
 
 from __future__ import annotations
@@ -21,11 +21,17 @@ from typing import IO
 
 START_S = 120  # for the imports of a new child, on a busy machine
 _SIZE_BYTES = 8  # of the length before each part; a part of length 0 ends an answer
+_BEGUN = b"\1"  # before the parts of an answer: the child has read the request
 _HOME = str(Path(__file__).resolve().parents[1])
+_PASSED_ON = frozenset(  # variables that imports need; others may be secrets
+    "PATH HOME TMPDIR TZ LANG LANGUAGE LC_ALL LC_CTYPE LD_LIBRARY_PATH DYLD_LIBRARY_PATH "
+    "PYTHONHOME PYTHONPATH PYTHONUSERBASE PYTHONNOUSERSITE PYTHONDONTWRITEBYTECODE "
+    "PYTHONPYCACHEPREFIX OMP_NUM_THREADS".split()
+)
 
 
 class ChildEnded(Exception):
-    """The child exceeded a limit, or crashed."""
+    """The child exceeded a limit, or crashed, within a request."""
 
 
 class Child:
@@ -38,24 +44,41 @@ class Child:
         atexit.register(self.close)
 
     def call(self, request: bytes) -> list[bytes]:
-        """Return the parts of the answer to a request. Raises ChildEnded."""
+        """Return the parts of the answer to a request.
+
+        Raises ChildEnded. A child that has ended before the request, or was killed by someone else
+        (as the kernel does when memory is short), is started again, once; then OSError.
+        """
         with self._lock:
-            process = self._process = self._process or self._start()
-            assert process.stdin is not None and process.stdout is not None
-            try:
-                process.stdin.write(len(request).to_bytes(_SIZE_BYTES, "little") + request)
-                process.stdin.flush()
-                # it ends by itself at the deadline, so reading needs none
-                parts = list[bytes]()
-                while size := int.from_bytes(_exactly(process.stdout, _SIZE_BYTES), "little"):
-                    parts.append(_exactly(process.stdout, size))
-                return parts
-            except OSError as error:
-                self.close()
+            return self._call(request, is_again=False)
+
+    def _call(self, request: bytes, *, is_again: bool) -> list[bytes]:
+        process = self._process = self._process or self._start()
+        assert process.stdin is not None and process.stdout is not None
+        has_begun = False
+        try:
+            process.stdin.write(len(request).to_bytes(_SIZE_BYTES, "little") + request)
+            process.stdin.flush()
+            # it ends by itself at the deadline, so reading needs none
+            has_begun = _exactly(process.stdout, len(_BEGUN)) == _BEGUN
+            parts = list[bytes]()
+            while size := int.from_bytes(_exactly(process.stdout, _SIZE_BYTES), "little"):
+                parts.append(_exactly(process.stdout, size))
+            return parts
+        except OSError as error:
+            self.close()
+            status = process.returncode
+            if has_begun and (is_again or status != -signal.SIGKILL):
                 raise ChildEnded from error
-            except BaseException:  # Ctrl-C between a request and its answer
-                self.close()
-                raise
+            if is_again:
+                raise OSError(
+                    f"expected a process of {self._module} that reads a request, got one that "
+                    f"ended before, twice (status {status}): is memory short?"
+                ) from error
+        except BaseException:  # Ctrl-C between a request and its answer
+            self.close()
+            raise
+        return self._call(request, is_again=True)
 
     def close(self) -> None:
         """End the process, if there is one."""
@@ -66,7 +89,8 @@ class Child:
                 pass
 
     def _start(self) -> subprocess.Popen[bytes]:
-        paths = [_HOME, *filter(None, [os.environ.get("PYTHONPATH")])]
+        passed_on = {name: os.environ[name] for name in _PASSED_ON & os.environ.keys()}
+        paths = [_HOME, *filter(None, [passed_on.get("PYTHONPATH")])]
         return subprocess.Popen(
             # -P: the current folder may hold modules of any name
             [
@@ -81,7 +105,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # libraries print pages when they run out of memory
             env={
-                **os.environ,
+                **passed_on,
                 "PYTHONPATH": os.pathsep.join(paths),
                 "HF_HUB_OFFLINE": "1",
                 "MALLOC_ARENA_MAX": "2",  # each arena reserves address space
@@ -116,6 +140,8 @@ def serve(prepare: Callable[[], Callable[[bytes], Iterable[bytes]]]) -> None:
     while size := requests.read(_SIZE_BYTES):
         request = requests.read(int.from_bytes(size, "little"))
         signal.alarm(deadline_s)
+        answers.write(_BEGUN)
+        answers.flush()
         for part in answer(request):
             if part:
                 answers.write(len(part).to_bytes(_SIZE_BYTES, "little") + part)

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 
 from models.hf_files import Stored, escaped, finite, shown
+from models.hints import install_hint
 
 MAX_HEADER_BYTES = 64 * 2**20  # a vocabulary of 250,000 tokens with merges takes 10 MiB
 MAX_PAIRS, MAX_TENSORS = 2**16, 2**17  # a model of 100 layers has 50 and 1,500
@@ -92,7 +93,7 @@ def package() -> Any:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"reading a GGUF file needs the package gguf ({error}): install it with "
-            "pip install -e '.[gguf]', or convert the file where it is installed: "
+            f"{install_hint('gguf')}, or convert the file where it is installed: "
             "python -m rl.export FILE --output FOLDER"
         ) from error
     return gguf

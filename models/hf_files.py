@@ -16,11 +16,13 @@ import numpy as np
 
 from models.config import leaves
 from models.folder import Folder
+from models.hints import download_hint
 
 if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh
 
+_EXAMPLE = "hf download Qwen/Qwen3-0.6B --local-dir downloads/Qwen3-0.6B"
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 WEIGHTS = "model.safetensors"
@@ -137,7 +139,7 @@ def require_folder(folder: Path) -> None:
         raise FileNotFoundError(
             f"expected a local Hugging Face folder, got {str(folder)!r}, which is not a directory: "
             "models are not downloaded here; fetch it first, for example: "
-            "hf download Qwen/Qwen3-0.6B --local-dir downloads/Qwen3-0.6B"
+            f"{download_hint(folder) or _EXAMPLE}"
         )
 
 

@@ -131,6 +131,48 @@ class Tokenizer:
         )
         return self.encode(text)
 
+    @functools.cached_property
+    def chat_marks(self) -> frozenset[str]:
+        """The tokens that mark turns in the chat template; a text with one would end its turn.
+
+        End tokens, special tokens that the template names, and the added tokens that it prints
+        around a message of the user (DeepSeek's are not special).
+        """
+        if not self.has_chat_template:
+            return frozenset()
+        asked, _ = self._example
+        named = {text for name, text in self.specials.items() if name in self.chat_template}
+        return frozenset(
+            token.content
+            for i, token in self.rules.get_added_tokens_decoder().items()
+            if token.content in asked
+            or i in self.eos_token_ids
+            or (token.special and (token.content in named or token.content in self.chat_template))
+        )
+
+    def is_rendered(self, text: str) -> bool:
+        """Return whether a text is a conversation in the chat template, up to the answer's start.
+
+        It begins with a mark and ends as the template ends for a response.
+        """
+        if not text.startswith(tuple(self.chat_marks)):
+            return False
+        asked, prompt = self._example
+        end = prompt.removeprefix(asked).strip()
+        return bool(end) and text.rstrip().endswith(end)
+
+    @functools.cached_property
+    def _example(self) -> tuple[str, str]:
+        """A question in the template, without and with the start of the answer."""
+        chat = [{"role": "user", "content": "?"}]
+        render = functools.partial(
+            chat_templates.SHARED.render, self.chat_template, chat, self.day, **self.specials
+        )
+        try:
+            return render(add_generation_prompt=False), render(add_generation_prompt=True)
+        except ValueError:  # it may want a system message, or variables
+            return "", ""
+
 
 def load(directory: str | os.PathLike[str]) -> Tokenizer:
     """Load the tokenizer of a Hugging Face folder or GGUF file; FileNotFoundError or ValueError."""

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import rl
+from rl.gin.values import nearest
 from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
 from rl.runtime.signals import leave
@@ -40,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
             say(f"  {command:14} {text}")
         return 0
     if name not in COMMANDS:
-        say(f"error: expected one of {', '.join(COMMANDS)}, got {name!r}", sys.stderr)
+        hint = nearest(name, COMMANDS)
+        say(f"error: expected one of {', '.join(COMMANDS)}, got {name!r}.{hint}", sys.stderr)
         return EXIT_USAGE
     module = f"rl.{name}" + (".__main__" if name == "preflight" else "")
     status: int = importlib.import_module(module).main(rest)

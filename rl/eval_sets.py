@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from rl.data.columns import prompt_key
+from rl.data.conversations import prompt_key
 from rl.data.prompts import DataOrder
 from rl.data.tasks import Example, Message, Task, TaskConfig, open_task, parse_spec
 from spec.config import MIN_TEMPERATURE, SamplingConfig

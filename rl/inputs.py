@@ -21,7 +21,7 @@ from models.hf_files import shown
 from models.tokenizer import Tokenizer
 from rl import config_checks, identity
 from rl.config import TrainConfig
-from rl.data.prompts import MAX_PASSED_OVER, DataOrder, encode_prompt
+from rl.data.prompts import MAX_PASSED_OVER, DataOrder, encode_prompt, is_rendered
 from rl.data.tasks import Example, Task, TaskConfig, data_digest, data_files, open_tasks
 from rl.eval_sets import EvalSets, open_sets
 from rl.rewards.config import validate
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from models.token_bytes import TokenBytes
 
 _DIGESTED = 64  # prompts; template, day, library and host change all alike
+_MIN_COMPARED = 8  # prompts, with their answers
+_AROUND = " \n.$}"  # an answer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -234,6 +236,12 @@ def remarks(config: TrainConfig, inputs: Inputs) -> list[str]:
                 f"Task.chat_template_kwargs sets {name}, and the policy's chat template {has}; "
                 "it changes nothing"
             )
+    if is_rendered(inputs.tokenizer, inputs.task[0], config.task):
+        result.append(
+            "the first prompt is a text in the chat template already; such texts are encoded as "
+            "they are"
+        )
+    result += _shown_answers(inputs.task)
     if inputs.left_out:
         result.append(f"{inputs.left_out} examples are left out: prompt too long")
     if inputs.left_out is None:
@@ -242,3 +250,21 @@ def remarks(config: TrainConfig, inputs: Inputs) -> list[str]:
             "checked and tokenized as they come"
         )
     return result + inputs.evals.remarks()
+
+
+def _shown_answers(task: Task) -> list[str]:
+    """Return a note if nearly all of the first prompts end with their answers."""
+    first = [task[i] for i in range(min(len(task), _DIGESTED))]
+    shown_in = [example for example in first if _ends_with_answer(example)]
+    if len(first) < _MIN_COMPARED or len(shown_in) < 0.9 * len(first):
+        return []
+    return [
+        f"{len(shown_in)} of the first {len(first)} prompts end with their expected answers, such "
+        f"as {shown_in[0].example_id}: the policy is shown them; name another column with ?prompt="
+    ]
+
+
+def _ends_with_answer(example: Example) -> bool:
+    prompt = example.prompt if isinstance(example.prompt, str) else example.prompt[-1]["content"]
+    answer = (example.answer or "").strip(_AROUND)
+    return bool(answer) and prompt.rstrip(_AROUND).endswith(answer)

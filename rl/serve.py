@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from models.hints import install_hint
 from rl.config import TrainConfig
 from rl.gin.command_line import config_parser, parse_command_line
 from rl.gin.loader import ConfigError
@@ -114,7 +115,7 @@ def _open(args: argparse.Namespace, overrides: Sequence[str]) -> Any:
         import uvicorn  # noqa: F401
         from google import protobuf  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"{error}: pip install 'reprise-rl[serve]'") from error
+        raise ImportError(f"{error}: {install_hint('serve')}") from error
     from rl.api import Policy
     from rl.server.app import make_app
     from rl.server.records import Records

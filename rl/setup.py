@@ -425,6 +425,8 @@ def _why_other_bits(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) 
         return "expected Cluster.kind='local' or 'spmd': workers on Ray have flags of their own"
     if platform == "tpu" and (reason := _large_rounds(config, model, mesh)):
         return reason
+    if platform == "cuda" and (reason := _single_rows(config, model, mesh)):
+        return reason
     page_tokens = config.engine.page_tokens if config.engine.is_paged(is_cpu=False) else None
     devices_in_use = platform, model, tensor_ways, config.trainer.dtype, page_tokens
     return why_other_bits_on_accelerators(*devices_in_use)
@@ -443,6 +445,22 @@ def _large_rounds(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) ->
     tokens = max(prompts, engine.max_round_nodes, 2 * engine.max_slots)
     heads = model.num_kv_heads // tensor, model.head_dim
     return why_too_large(table, tokens, *heads, config.trainer.dtype)
+
+
+def _single_rows(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> str | None:
+    """Return why a GPU has products of one row, which XLA sums in another order than its tile."""
+    engines = engine_mesh(config, model, mesh, own=True)
+    ways = 1 if engines is None else axis_ways(engines.shape, "batch")
+    engine = config.engine.over(ways)
+    prompts = engine.prefill_rows * engine.prefill_chunk_tokens
+    rows = {"min_slots": engine.min_slots, "prefill_rows × prefill_chunk_tokens": prompts}
+    for name, size in rows.items():
+        if size < 2 * ways:
+            return (
+                f"expected Engine.{name} of at least {2 * ways}, two for each of {ways} part(s) of "
+                f"the devices, got {size}: one row of a product has another order of sums"
+            )
+    return None
 
 
 def run_mesh(config: TrainConfig) -> Mesh | None:

@@ -229,10 +229,11 @@ def attend_rows(
 ) -> Any:
     """Causal attention: its output, or the gradients of Σ weight · output."""
     zeros_BT = jnp.zeros(q_BTHh.shape[:2], jnp.int32)
+    packing = Packing(zeros_BT, zeros_BT + 1, zeros_BT)  # one prompt; number 0 is padding
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         if how in ("ours", "portable"):
-            return row_attention.attend_rows(q, k, v, Packing(zeros_BT, zeros_BT, zeros_BT))
+            return row_attention.attend_rows(q, k, v, packing)
         implementation: Any = how
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from models.hints import install_hint
 from rl.cluster.actors import ActorDied, Host
 from rl.runtime.waits import ROOT, ProgramLost
 
@@ -127,8 +128,7 @@ def open_ray(address: str | None, num_cpus: int, deadline_s: float) -> Iterator[
         import ray
     except ImportError as error:
         raise RayProblem(
-            f'Cluster.kind = "ray" needs Ray, which is not there ({error}): '
-            "pip install -e '.[ray]'"
+            f'Cluster.kind = "ray" needs Ray, which is not there ({error}): {install_hint("ray")}'
         ) from error
     where = "start on this host" if address is None else f"answer at {address}"
     with _environment():

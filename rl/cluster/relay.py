@@ -8,18 +8,22 @@ connects to a socket of this process, which forwards bytes, and stays open once 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from typing import Self
 
 CHUNK_BYTES = 2**16
+_CREDENTIALS = struct.Struct("3i")  # process, user and group of a peer, as Linux gives them
 
 
 class Relay:
     """A context manager, during which jax can connect to `here`, a socket that only Linux has.
 
-    Connections outlive it. Process 0 is lost once it closes one, or sends nothing for `deadline_s`
+    Such a socket has no permissions: it takes one connection, of this process, which outlives it,
+    and closes others. Process 0 is lost once it closes its end, or sends nothing for `deadline_s`
     after `watch`: it answers each heartbeat. Until then this process may be busy with its imports,
     and sends nothing itself.
     """
@@ -56,6 +60,9 @@ class Relay:
         with contextlib.suppress(OSError):  # until it is closed
             while True:
                 client, _ = self._listener.accept()
+                if self._clients or not _is_own(client):
+                    client.close()
+                    continue
                 try:
                     first = socket.create_connection(self._address, self._deadline_s)
                 except OSError:  # process 0 does not listen yet: jax tries again
@@ -81,6 +88,13 @@ class Relay:
             except TimeoutError:
                 if watched:  # for all of this time
                     raise
+
+
+def _is_own(client: socket.socket) -> bool:
+    """Return whether a connection is of this process, in which jax's client runs."""
+    found = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(found)
+    return (pid, uid) == (os.getpid(), os.geteuid())
 
 
 def _start(target: Callable[..., object], *args: object) -> None:

@@ -10,17 +10,15 @@ import dataclasses
 import decimal
 import difflib
 import functools
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rl.data import numbers
 from rl.data.answers import EXTRACTORS, boxed, extract_answer, hash_mark
+from rl.data.conversations import Prompt, check_last_turn, ends_with_answer, read_prompt
 from rl.data.specs import MAX_PROMPT_CHARACTERS, Spec, check_text
 
-Message = Mapping[str, str]  # {"role": ..., "content": ...}
-Prompt = str | tuple[Message, ...]
 Row = Mapping[str, Any]
 
 _KEYS = ("prompt", "answer", "answer_extract", "split")
@@ -32,10 +30,9 @@ _SYNONYMS = {
     "prompt": ("question", "problem", "query", "instruction", "input", "messages", "text"),
     "answer": ("ground_truth", "solution", "final_answer", "target", "label", "expected", "gold"),
 }
-_MEDIA = ("images", "image", "audio", "audios", "video", "videos", "tool_calls", "function_call")
 _MIN_PLAIN = 1e-15  # smaller numbers have an exponent as text
+_CONVERSATIONS = ("messages", "conversations", "conversation")  # prompts where no column is named
 _MAX_NAMES = 40  # of columns, in messages
-_PROMPT = "text or a list of {role, content} messages"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,13 +78,14 @@ def find_layout(spec: Spec, first: Row) -> Layout:
     """Return the layout of a spec's rows, given the first."""
     if spec.kind in PUBLISHED:
         return PUBLISHED[spec.kind]
-    query, has_messages = spec.query, "messages" in first and "prompt" not in first
-    prompt = query.get("prompt", "messages" if has_messages else "prompt")
+    query = spec.query
+    by_default = next((name for name in ("prompt", *_CONVERSATIONS) if name in first), "prompt")
+    prompt = query.get("prompt", by_default)
     answer: Any = query.get("answer", "answer") or None
     if "answer" not in query and "answer" not in first:
         if lookup(first, "reward_model.ground_truth") is not _ABSENT:
             answer = "reward_model.ground_truth"
-        elif _is_answered(lookup(first, prompt)):
+        elif ends_with_answer(lookup(first, prompt), spec.text):
             answer = _LAST_TURN
     if (name := query.get("answer_extract")) is None:
         return Layout(prompt, answer)
@@ -97,18 +95,20 @@ def find_layout(spec: Spec, first: Row) -> Layout:
 def read_row(layout: Layout, row: Row, where: str) -> tuple[Prompt, str | None, dict[str, Any]]:
     """Return a row's prompt, its answer, and its other columns."""
     answer: str | None
-    prompt = _prompt(_value(row, "prompt", layout.prompt, where), where)
+    prompt = read_prompt(_value(row, "prompt", layout.prompt, where), where)
+    is_answered = not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
     if layout.answer is _LAST_TURN:
-        if isinstance(prompt, str) or not _is_answered(prompt) or len(prompt) == 1:
+        if isinstance(prompt, str) or not is_answered or len(prompt) == 1:
             raise ValueError(f"{where}: expected messages that end with the assistant's answer")
         prompt, answer = prompt[:-1], prompt[-1]["content"]
-    elif _is_answered(prompt):
+    elif is_answered:
         raise ValueError(
             f"{where}: the prompt ends with a turn of the assistant: leave that turn out, or the "
             "answer column (then the turn is the answer)"
         )
     else:
         answer = _answer(layout, row, where)
+    check_last_turn(prompt, where)
     if layout.extract is not None and answer is not None:
         answer = layout.extract(answer)
         if answer is None:
@@ -181,52 +181,3 @@ def number_text(value: int | float) -> str:
     if isinstance(value, int) or abs(value) >= 2**53 or 0 < abs(value) < _MIN_PLAIN:
         return str(value)
     return str(int(value)) if value.is_integer() else format(decimal.Decimal(str(value)), "f")
-
-
-# --- prompts ----------------------------------------------------------------------------
-
-
-def _prompt(value: Any, where: str) -> Prompt:
-    if isinstance(value, str) and value:
-        check_text(value, f"{where}: the prompt", MAX_PROMPT_CHARACTERS)
-        return value
-    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        return tuple(_message(item, where) for item in value)
-    raise ValueError(f"{where}: the prompt must be {_PROMPT}, got {json.dumps(value):.80}")
-
-
-def _message(item: Mapping[str, Any], where: str) -> Message:
-    for name in _MEDIA:
-        if item.get(name):
-            raise ValueError(f"{where}: a message holds {name}; only text is supported")
-    role, content = item.get("role"), item.get("content")
-    if isinstance(content, list):
-        content = "".join(_part(part, where) for part in content)
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise ValueError(f"{where}: the prompt must be {_PROMPT}, got {json.dumps(item):.80}")
-    if role in ("tool", "function"):
-        raise ValueError(f"{where}: a message has the role {role!r}; tools are not supported")
-    for text in (role, content):
-        check_text(text, f"{where}: the prompt", MAX_PROMPT_CHARACTERS)
-    return {"role": role, "content": content}
-
-
-def _part(part: Any, where: str) -> str:
-    """Return the text of a part of a message's content."""
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return part["text"]
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise ValueError(f"{where}: a message has a part of type {kind!r:.80}; only text is supported")
-
-
-def _is_answered(turns: Any) -> bool:
-    """Return whether messages end with a turn of the assistant."""
-    last = turns[-1] if isinstance(turns, list | tuple) and turns else None
-    return isinstance(last, dict) and last.get("role") == "assistant"
-
-
-def prompt_key(prompt: Prompt) -> str:
-    """Return a key of a prompt without its case, white space and system message."""
-    turns = [{"content": prompt}] if isinstance(prompt, str) else prompt
-    texts = [turn["content"] for turn in turns if turn.get("role") != "system"]
-    return " ".join(" ".join(texts).split()).casefold()

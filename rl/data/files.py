@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from models.hints import download_hint
 from rl.data.rows import read_json
 from rl.runtime.run_files import resolve_path
 
@@ -46,7 +47,9 @@ def find(target: str, split: str | None, formats: Sequence[str], skip: str = "")
     if not path.is_file():
         if any(character in target for character in "*["):
             return formats[0], _matching(path, split, skip)
-        raise FileNotFoundError(f"there is no file or folder {path} (from {Path.cwd()})")
+        hint = download_hint(target, is_dataset=True)
+        hint = f"; data sets are not downloaded here, fetch it first: {hint}" if hint else ""
+        raise FileNotFoundError(f"there is no file or folder {path} (from {Path.cwd()}){hint}")
     if path.suffix in COMPRESSED:
         raise ValueError(f"{path} is compressed: unpack it first, rows are read by their position")
     for form in ("parquet", "datasets"):

@@ -62,10 +62,13 @@ def encode_prompt(tokenizer: Tokenizer, example: Example, config: TaskConfig) ->
 
     System prompt (unless the example has one) and messages, the last one ending with the suffix
     once: in the tokenizer's chat template if `Task.chat` says so, else joined by blank lines after
-    the tokens that the tokenizer puts before a text.
+    the tokens that the tokenizer puts before a text. A text in the template already is encoded as
+    it is.
     Raises ValueError, which names the example, for a prompt without tokens, one that cannot be
-    encoded, and for assistant turns without a template.
+    encoded, for assistant turns without a template, and for messages with the template's marks.
     """
+    if is_rendered(tokenizer, example, config):
+        return tuple(_encode_plainly(tokenizer, [{"role": "user", "content": str(example.prompt)}]))
     if isinstance(example.prompt, str):
         messages = [{"role": "user", "content": example.prompt}]
     else:
@@ -77,6 +80,7 @@ def encode_prompt(tokenizer: Tokenizer, example: Example, config: TaskConfig) ->
     uses_template = config.uses_template(is_plain=isinstance(example.prompt, str))
     try:
         if tokenizer.has_chat_template and uses_template:
+            _check_marks(tokenizer, messages)
             variables = dict(config.chat_template_kwargs)
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **variables)
         else:
@@ -86,6 +90,39 @@ def encode_prompt(tokenizer: Tokenizer, example: Example, config: TaskConfig) ->
     except ValueError as error:
         raise ValueError(f"{example.example_id}: {error}") from error
     return tuple(int(token) for token in ids)
+
+
+def is_rendered(tokenizer: Tokenizer, example: Example, config: TaskConfig) -> bool:
+    """Return whether a prompt is a text that is in the chat template already.
+
+    Raises ValueError, which names the example, if settings would add to it.
+    """
+    text = example.prompt
+    uses_template = tokenizer.has_chat_template and config.uses_template(is_plain=True)
+    if not (isinstance(text, str) and uses_template and tokenizer.is_rendered(text)):
+        return False
+    added = {
+        "system_prompt": config.system_prompt is not None,
+        "prompt_suffix": bool(config.prompt_suffix),
+        "chat_template_kwargs": bool(config.chat_template_kwargs),
+    }
+    if names := [name for name, is_set in added.items() if is_set]:
+        raise ValueError(
+            f"{example.example_id}: the text is in the chat template already, and Task.{names[0]} "
+            "cannot be added: expected the question alone, or no such setting"
+        )
+    return True
+
+
+def _check_marks(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> None:
+    """Raise ValueError for a message that would end its own turn."""
+    for message in messages:
+        if found := sorted(mark for mark in tokenizer.chat_marks if mark in message["content"]):
+            raise ValueError(
+                f"a message of the role {message['role']} holds {found[0]!r}, which marks turns in "
+                "the chat template, so that it would end its turn: expected the message alone; "
+                'texts that are rendered already need Task.chat="messages"'
+            )
 
 
 def _encode_plainly(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:

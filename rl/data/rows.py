@@ -131,7 +131,9 @@ def _json_lines(path: Path) -> Part:
         with path.open("rb") as file:
             file.seek(starts[index])
             line = file.readline(MAX_ROW_BYTES)
-        return parse_json(line, where(index), "one JSON object a line")
+        is_list = line.lstrip()[:1] == b"["
+        expected = "one JSON object a line" + "; a list is read by json:FILE" * is_list
+        return parse_json(line, where(index), expected)
 
     def where(index: int) -> str:
         return f"{path}:{numbers[index]}"

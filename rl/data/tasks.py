@@ -23,7 +23,8 @@ import numpy as np
 
 from models.chat_template import check_variables
 from rl.data import files, reasoning_gym_tasks
-from rl.data.columns import PUBLISHED, Message, check_query, find_layout, read_row
+from rl.data.columns import PUBLISHED, check_query, find_layout, read_row
+from rl.data.conversations import Message
 from rl.data.rows import open_rows
 from rl.data.specs import MAX_PROMPT_CHARACTERS, Spec, check_text, parse_spec
 

@@ -91,6 +91,8 @@ def _meant(argument: str, parser: argparse.ArgumentParser, schema: type) -> str:
     """Return a hint at the flag or field closest to an unknown argument."""
     flag, equals, value = argument.partition("=")
     name = flag.removeprefix("--")
+    if argument.endswith(".gin") and not argument.startswith("-"):
+        return f" Did you mean --gin_file={argument}?"
     if flag == "--gin":
         return " Write --gin.Section.field=value, as --gin.Run.steps=3"
     if re.fullmatch(r"[A-Z]\w*\.\w+", name):

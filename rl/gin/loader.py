@@ -202,13 +202,14 @@ def _sections(schema: type) -> dict[str, _Section]:
 def _known_name(sections: Mapping[str, _Section], binding: Binding) -> tuple[_Section, str]:
     name, _, field = binding.name.rpartition(".")
     if name not in sections:
-        hint = nearest(name, sections) or _home_of(field, sections)
+        homes = [known for known, section in sections.items() if field in section.hints]
+        hint = nearest(name, homes) or _home_of(field, sections) or nearest(name, sections)
         raise ConfigError(
             f"{binding.where}: no section {name}.{hint} Sections: {', '.join(sorted(sections))}"
         )
     names = [f.name for f in sections[name].fields]
     if field not in names:
-        hint = nearest(field, names, f"{name}.") or _home_of(field, sections)
+        hint = _home_of(field, sections) or nearest(field, names, f"{name}.")
         raise ConfigError(
             f"{binding.where}: no field {name}.{field}.{hint} Fields of {name}: {', '.join(names)}"
         )

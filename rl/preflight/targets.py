@@ -14,6 +14,7 @@ import sys
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
+from models.hints import install_hint
 from sched.simulator.roofline import ACCELERATORS, Accelerator
 
 # Properties of an H100 SXM and versions of its libraries, as a GpuTargetConfigProto in text form.
@@ -33,8 +34,8 @@ dnn_version_info { major: 9 minor: 10 patch: 0 }
 """
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 INSTALL = {
-    "tpu": "install libtpu (pip install -e '.[tpu]'; no device is needed)",
-    "cuda": "install the CUDA plug-in (pip install -e '.[cuda]'; no device is needed)",
+    "tpu": f"install libtpu ({install_hint('tpu')}; no device is needed)",
+    "cuda": f"install the CUDA plug-in ({install_hint('cuda')}; no device is needed)",
 }
 EXAMPLES = "v5p:2x2x4, v5e:4x4, v6e:4x4, h100:1x1x8 or cpu:8"
 

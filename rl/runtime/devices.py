@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from models.hints import install_hint
+
 if TYPE_CHECKING:
     import jax
 
@@ -17,7 +19,12 @@ T = TypeVar("T")
 PACKAGES = ("jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "transformers")
 FAMILIES = {"cuda": "gpu", "rocm": "gpu"}  # platforms, and JAX's name of their devices
 NODES = ("nvidia[0-9]*", "kfd", "accel[0-9]*")  # in /dev: devices of NVIDIA, AMD and Google
-INSTALL = "install JAX for it (pip install -e '.[cuda]' or '.[tpu]')"
+INSTALL = f"install JAX for it ({install_hint('cuda')} or {install_hint('tpu')})"
+# jax[cuda13] and jax[cuda12] need these of NVIDIA, as nvidia-smi shows them
+DRIVERS = (
+    "CUDA 13 needs a driver of 580 or newer; with one of 525 or newer run "
+    "pip uninstall jax-cuda13-plugin jax-cuda13-pjrt and pip install 'jax[cuda12]'"
+)
 HOW_MANY = (
     "a run of several processes joins them by its section Cluster: set Cluster.kind = "
     "'\"spmd\"' (docs/pods.md), or start it once, without a launcher of several"
@@ -40,12 +47,12 @@ def found() -> Sequence[jax.Device]:
 
     try:
         return jax.devices()
-    except (RuntimeError, AssertionError) as error:  # an unknown `cuda` is a bare assertion
-        requested = jax.config.jax_platforms
-        why = str(error).partition("\n")[0] or "it is not installed"
+    except (RuntimeError, AssertionError) as error:  # a `cuda` that does not start is a bare one
+        requested, plugins = jax.config.jax_platforms, _plugins()
+        why = str(error).partition("\n")[0] or _error_of(plugins)
         raise ValueError(
-            f"expected the devices of JAX_PLATFORMS={requested!r}, got none: {why}; {INSTALL}, or "
-            "set JAX_PLATFORMS=cpu"
+            f"expected the devices of JAX_PLATFORMS={requested!r}, got none: {why}; "
+            f"{_fix(plugins)}, or set JAX_PLATFORMS=cpu"
         ) from error
 
 
@@ -71,9 +78,31 @@ def warning() -> str | None:
     """Return why this process may not run on the intended devices, else None."""
     import jax
 
-    installed = [plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")]
     nodes = sorted(str(path) for pattern in NODES for path in Path("/dev").glob(pattern))
-    return fallback(jax.default_backend(), jax.config.jax_platforms, nodes, installed)
+    return fallback(jax.default_backend(), jax.config.jax_platforms, nodes, _plugins())
+
+
+def _plugins() -> list[str]:
+    return [plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")]
+
+
+def _error_of(plugins: Sequence[str]) -> str:
+    """Return why JAX has no devices of its plug-ins; it logs most reasons before, as tracebacks."""
+    if not plugins:
+        return "it is not installed"
+    from jax._src import xla_bridge
+
+    errors: Mapping[str, str] = getattr(xla_bridge, "_backend_errors", {})
+    known = [errors[name].partition("\n")[0] for name in FAMILIES if errors.get(name)]
+    return f"JAX's plug-in {plugins[0]!r} did not start: " + "; ".join(
+        known or ["JAX has printed why above, or does with JAX_LOGGING_LEVEL=DEBUG"]
+    )
+
+
+def _fix(plugins: Sequence[str]) -> str:
+    if any("cuda" in name for name in plugins):
+        return DRIVERS
+    return "look at its driver" if plugins else INSTALL
 
 
 def fallback(
@@ -88,14 +117,11 @@ def fallback(
             f"this runs on the {backend.upper()}, not on {first}, which "
             f"JAX_PLATFORMS={requested!r} names first: {INSTALL}"
         )
-    signs = [f"{nodes[0]} is there"] if nodes else []
-    signs += [f"JAX's plug-in {plugins[0]!r} is installed"] if plugins else []
-    if backend != "cpu" or not signs:
+    if backend != "cpu" or not (nodes or plugins):
         return None
-    return (
-        f"this runs on the CPU, though {' and '.join(signs)}: {INSTALL}, or set "
-        "JAX_PLATFORMS=cpu if the CPU is meant"
-    )
+    there = f", though {nodes[0]} is there" if nodes else ""
+    why = f"{_error_of(plugins)}; {_fix(plugins)}" if plugins else INSTALL
+    return f"this runs on the CPU{there}: {why}, or set JAX_PLATFORMS=cpu if the CPU is meant"
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:

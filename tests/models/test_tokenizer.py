@@ -107,6 +107,42 @@ def test_ids_of_conversations_are_those_of_the_file(chatml_folder):
         assert ours.encode(text) == ids
 
 
+def test_texts_in_the_chat_template_are_known(chatml_folder, characters):
+    chatml = tokenizers_of_ours.load(chatml_folder)
+    assert {"<|im_start|>", "<|im_end|>"} <= chatml.chat_marks
+    chat = [{"role": "user", "content": "2+3"}]
+    ids = [chatml.apply_chat_template(chat, add_generation_prompt=x) for x in (False, True)]
+    asked, prompt = (chatml.decode(one, skip_ends=False) for one in ids)
+    assert chatml.is_rendered(prompt) and chatml.is_rendered(prompt.rstrip())
+    for text in (asked, f"{prompt}5", f"2+3 {prompt}", "2+3", ""):
+        assert not chatml.is_rendered(text)
+    assert characters.chat_marks == {"<eos>"} and not characters.is_rendered("a\n")
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_marks_are_the_tokens_around_turns(tmp_path, is_special):
+    """DeepSeek's marks are added tokens, but not special ones; <think> is for messages too."""
+    turn = "{% if m.role == 'user' %}<U>{{ m.content }}{% endif %}"
+    template = f"{{% for m in messages %}}{turn}{{% endfor %}}{{# <think> #}}"
+    template += "{% if add_generation_prompt %}<A>{% endif %}"
+    save_character_tokenizer(tmp_path, "ab<>UAthink? ", template)
+    rules = json.loads((tmp_path / "tokenizer.json").read_text())
+    first, number = rules["added_tokens"][0], len(rules["model"]["vocab"])
+    for i, (text, special) in enumerate([("<U>", is_special), ("<A>", True), ("<think>", False)]):
+        rules["added_tokens"] += [{**first, "id": number + i, "content": text, "special": special}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    words = tokenizers_of_ours.load(tmp_path)
+    assert {"<U>", "<A>"} <= words.chat_marks and "<think>" not in words.chat_marks
+    assert words.is_rendered("<U>ab<A>") and not words.is_rendered("<U>ab<A>b")
+
+
+def test_a_template_that_refuses_the_example_still_has_marks(tmp_path):
+    template = "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}<eos>"
+    save_character_tokenizer(tmp_path, "ab", template)
+    words = tokenizers_of_ours.load(tmp_path)
+    assert "<eos>" in words.chat_marks and not words.is_rendered("<eos>a")
+
+
 def test_end_tokens_come_from_tokenizer_and_generation_config(chatml_folder):
     assert tokenizers_of_ours.load(chatml_folder).eos_token_ids == (2, 0)
 

@@ -21,7 +21,8 @@ def test_version_and_help(capsys):
 
 def test_a_wrong_name_shows_the_others(capsys):
     assert command.main(["trian"]) == EXIT_USAGE
-    assert "train, evaluate" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "train, evaluate" in error and error.endswith("got 'trian'. Did you mean train?\n")
 
 
 @pytest.mark.parametrize("name", command.COMMANDS)

@@ -166,6 +166,9 @@ def test_resuming_a_finished_run_says_so_at_once_and_changes_nothing(run, capsys
     ("argument", "message"),
     [
         ("--gin.Rollout.groupsize=2", "Did you mean Rollout.group_size"),
+        ("--gin.Rollout.max_new_tokens=5", "Did you mean Sampling.max_new_tokens?"),
+        ("--gin.Optimizer.lr=0.1", "Did you mean Optimizer.learning_rate?"),
+        ("--gin.Policy.directory=Qwen/Qwen3-8B", "hf download Qwen/Qwen3-8B --local-dir"),
         ("--gin_file=no/such.gin", "does not exist"),
         ("--gin.Task.specs=('reasoning_gym:gdc',)", "gcd"),
         ("--gin.Reward.functions=('exact_mach',)", "did you mean 'exact_match'"),
@@ -182,7 +185,12 @@ def test_a_mistake_is_said_with_its_mend_and_leaves_no_folder(
 
 
 @pytest.mark.parametrize(
-    ("argument", "message"), [("--dryrun", "--dry_run"), ("--Run.steps=3", "--gin.Run.steps=3")]
+    ("argument", "message"),
+    [
+        ("--dryrun", "--dry_run"),
+        ("--Run.steps=3", "--gin.Run.steps=3"),
+        ("configs/tiny_cpu.gin", "--gin_file=configs/tiny_cpu.gin"),
+    ],
 )
 def test_an_unknown_flag_has_its_nearest_match(capsys, argument, message):
     with pytest.raises(SystemExit) as left:

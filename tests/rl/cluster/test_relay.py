@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -76,3 +77,27 @@ def test_a_process_0_that_does_not_listen_yet_is_not_lost(first: socket.socket) 
     with Relay(address, LIMIT_S) as relay, client_of(relay) as client:
         assert client.recv(1) == b"", "jax connects once more"
         assert not loss_of(relay).is_set()
+
+
+def test_strangers_are_not_let_in_and_are_no_loss(first: socket.socket) -> None:
+    """The socket has no permissions, and /proc/net/unix shows its name to all."""
+
+    def visit(relay: Relay) -> None:
+        name = "\\x00" + relay.here.removeprefix("unix-abstract:")
+        code = f"import socket; s = socket.socket(socket.AF_UNIX); s.connect('{name}'); "
+        code += "s.settimeout(60); assert s.recv(1) == b''"
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT_S)
+
+    with Relay(first.getsockname(), LIMIT_S) as relay:
+        visit(relay)
+        client, lost = client_of(relay), loss_of(relay)
+        peer, _ = first.accept()
+        with client, peer:
+            visit(relay)
+            with client_of(relay) as second:
+                assert second.recv(1) == b"", "jax has one connection"
+            client.sendall(b"question")
+            assert peer.recv(100) == b"question" and not lost.wait(0.1)
+            first.settimeout(0.05)
+            with pytest.raises(TimeoutError):
+                first.accept()

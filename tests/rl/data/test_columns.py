@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rl.data.columns import find_layout, math_answer, prompt_key, read_row
+from rl.data.columns import find_layout, math_answer, read_row
 from rl.data.specs import parse_spec
 from rl.data.tasks import open_task
 
@@ -159,11 +159,6 @@ def test_math_as_published(tmp_path):
         (example,) = list(open_task(f"math:{tmp_path / place}", seed=0))
         assert (example.prompt, example.answer) == ("1/2?", "0.5")
         assert example.columns == {"level": "Level 1", "type": "Algebra"}
-
-
-def test_a_key_is_the_same_for_the_same_question():
-    chat = (turn("system", "s"), turn("user", "What  is\n2+2?"))
-    assert prompt_key(chat) == prompt_key("what is 2+2? ") != prompt_key("what is 2+3?")
 
 
 @pytest.mark.parametrize(

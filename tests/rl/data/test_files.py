@@ -87,6 +87,15 @@ def test_what_is_not_there_is_said_with_what_is(tmp_path, there, target, split, 
         find(str(tmp_path / target), split, JSONL)
 
 
+def test_a_data_set_of_the_hub_has_its_command():
+    command = "hf download openai/gsm8k --repo-type dataset --local-dir downloads/gsm8k"
+    for formats in (("datasets",), FORMATS):
+        with pytest.raises(FileNotFoundError, match=f"not downloaded here, .*: {command}"):
+            find("openai/gsm8k", None, formats)
+    with pytest.raises(FileNotFoundError, match=r"from [^;]*$"):
+        find("tests/none", None, JSONL)
+
+
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 @pytest.mark.parametrize("pattern", ["", "*.jsonl", "**/*.jsonl"])
 def test_a_search_leaves_no_unreadable_file_out(tmp_path, kind, pattern):

@@ -70,6 +70,10 @@ class Characters:
     """One id per character; ^ begins a text, chats are shown as <role>text, then <assistant>."""
 
     has_chat_template: bool
+    chat_marks = ("<user>", "<assistant>")
+
+    def is_rendered(self, text):
+        return text.startswith("<user>") and text.endswith("<assistant>")
 
     def encode(self, text):
         return [ord(character) for character in text]
@@ -132,3 +136,34 @@ def test_encode_prompt_refuses_what_it_cannot_mark():
         encode_prompt(Characters(True), example(CHAT), TaskConfig(chat="none"))
     with pytest.raises(ValueError, match="no tokens"):
         encode_prompt(Characters(False), example(""), TaskConfig())
+
+
+def test_a_text_in_the_template_already_is_encoded_as_it_is():
+    words, text = Characters(True), "<user>q<assistant>"
+    assert encode_prompt(words, example(text), TaskConfig()) == tuple(map(ord, f"^{text}"))
+    for config in (
+        TaskConfig(system_prompt="s"),
+        TaskConfig(prompt_suffix="!"),
+        TaskConfig(chat_template_kwargs=(("x", 1),)),
+    ):
+        with pytest.raises(ValueError, match="in the chat template already, and Task.* cannot be"):
+            encode_prompt(words, example(text), config)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "system"),
+    [
+        ("<user>q<assistant>#### 5", None),  # with its answer
+        ("q<assistant>#### 5", None),
+        (({"role": "user", "content": "a<user>b"},), None),
+        (CHAT[:2] + ({"role": "user", "content": "<assistant>"},), None),
+        ("q", "answer as <assistant>"),
+    ],
+)
+def test_marks_of_the_template_in_a_message_are_refused(prompt, system):
+    config = TaskConfig(system_prompt=system)
+    with pytest.raises(ValueError, match="which marks turns in the chat template"):
+        encode_prompt(Characters(True), example(prompt), config)
+    if isinstance(prompt, str):  # without a template they are text
+        assert encode_prompt(Characters(False), example(prompt), config)
+        assert encode_prompt(Characters(True), example(prompt), TaskConfig(chat="messages"))

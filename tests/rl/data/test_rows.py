@@ -82,6 +82,8 @@ def test_a_line_that_never_ends_is_refused(tmp_path, monkeypatch):
         (b"[" * 100_000, "recursion|Recursion|one JSON object"),
         (b'{"a":' + b"[" * 101 + b"]" * 101 + b"}", "at most 100 nested lists and objects"),
         (b"[1, 2]", "got list; a list is read by json:FILE"),
+        (b'[\n{"a": 1}]', "one JSON object a line; a list is read by json:FILE"),
+        (b'[{"a": 1},\n{"a": 2}]', "one JSON object a line; a list is read by json:FILE"),
     ],
 )
 def test_what_is_not_a_row_is_refused(tmp_path, text, message):

@@ -180,6 +180,8 @@ def test_unknown_names_are_told_with_the_nearest_match_and_the_place(tmp_path):
     assert "no section Rolout. Did you mean Rollout? Sections: Rollout, Run" in message
     assert "Did you mean Rollout.greedy?" in refusal("Sampler.greedy=True")
     assert "Did you mean Run.steps?" in refusal("Rollout.steps=3")
+    assert "Did you mean Rollout.top_k?" in refusal("Rollout.tk=3"), "by its initials"
+    assert "Did you mean Rollout.greedy?" in refusal("Runs.greedy=True"), "not Run, without it"
 
 
 def test_a_forgotten_section_does_not_pass_as_a_macro(tmp_path):

@@ -5,11 +5,13 @@ import os
 import re
 from functools import partial
 
+import jax
 import pytest
 
 import models
 from models.config import LoraShape, ModelConfig
 from models.kernels import hopper
+from models.sharding import rollout_mesh
 from rl import setup
 from rl.config import TrainConfig
 from rl.gin.loader import load
@@ -114,6 +116,28 @@ def test_rounds_that_memories_of_a_tpu_do_not_hold():
     assert why(*tokens) is None, "32,768 tokens of two heads"
     too_many = "at most 32,768 tokens of drafts, or of prompts, .* 2 key/value heads, got 65,536"
     assert re.search(too_many, why(*tokens, "Engine.prefill_rows=8"))
+
+
+def test_a_gpu_with_one_slot_is_refused(hoppers, monkeypatch):
+    """XLA rewrites a product of one row to another order than the tile's."""
+    monkeypatch.setattr(setup, "platform_in_use", lambda: "cuda")
+
+    def why(slots, ways, *flags):
+        flags += "Trainer.compute_dtype='bfloat16'", f"Engine.min_slots={slots}"
+        config = load(TrainConfig, ["configs/plain_tiny.gin"], [*flags, "Engine.cache='pages'"])
+        config = dataclasses.replace(config, numerics=NumericsConfig(same_bits=True))
+        mesh = None if ways == 1 else rollout_mesh(jax.devices()[:ways], 2, ways, 1)
+        monkeypatch.setattr(setup, "engine_mesh", lambda *_, own: mesh)
+        setup.check_bits(config, OF_GPUS, None)
+
+    why(2, 1)
+    why(16, 8)
+    for slots, ways in ((1, 1), (4, 8), (8, 8)):
+        given = max(slots, ways)
+        with pytest.raises(ValueError, match=f"min_slots of at least {2 * ways}.*, got {given}: "):
+            why(slots, ways)
+    with pytest.raises(ValueError, match="prefill_chunk_tokens of at least 2, .*, got 1: "):
+        why(4, 1, "Engine.prefill_rows=1", "Engine.prefill_chunk_tokens=1")
 
 
 def test_other_gpus(hoppers, monkeypatch):

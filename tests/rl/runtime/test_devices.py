@@ -36,7 +36,10 @@ def test_intended_devices_give_no_warning(backend, asked, nodes, plugins):
     ("backend", "asked", "nodes", "plugins", "words"),
     [
         ("cpu", None, NODE, [], "on the CPU, though /dev/nvidia0 is there: install JAX"),
-        ("cpu", "", [], ["xla_cuda13"], "JAX's plug-in 'xla_cuda13' is installed"),
+        ("cpu", "", [], ["xla_cuda13"], "CPU: JAX's plug-in 'xla_cuda13' did not start: JAX has"),
+        ("cpu", None, NODE, ["xla_cuda13"], "though /dev/nvidia0 is there: JAX's plug-in"),
+        ("cpu", None, NODE, ["xla_cuda13"], "pip install 'jax[cuda12]'"),
+        ("cpu", None, ["/dev/kfd"], ["xla_rocm7"], "look at its driver, or set"),
         ("cpu", None, NODE, ["xla_cuda13"], "JAX_PLATFORMS=cpu if the CPU is meant"),
         ("cpu", "cuda,cpu", [], [], "on the CPU, not on cuda, which JAX_PLATFORMS='cuda,cpu'"),
         ("gpu", "tpu,cuda", [], [], "on the GPU, not on tpu"),
@@ -45,6 +48,23 @@ def test_intended_devices_give_no_warning(backend, asked, nodes, plugins):
 def test_a_fallback_is_one_line(backend, asked, nodes, plugins, words):
     text = devices.fallback(backend, asked, nodes, plugins)
     assert words in text and "\n" not in text
+
+
+def test_the_error_of_a_plug_in_is_shown(monkeypatch):
+    from jax._src import xla_bridge
+
+    errors = {"tpu": "no libtpu", "cuda": "INTERNAL: no supported devices found\nmore"}
+    monkeypatch.setattr(xla_bridge, "_backend_errors", errors)
+    text = devices.fallback("cpu", None, NODE, ["xla_cuda13"])
+    assert "did not start: INTERNAL: no supported devices found; CUDA 13 needs a driver" in text
+    monkeypatch.setattr(jax, "devices", mock.Mock(side_effect=AssertionError()))
+    monkeypatch.setattr(devices, "_plugins", lambda: ["xla_cuda13"])
+    with pytest.raises(
+        ValueError, match="got none: JAX's plug-in 'xla_cuda13' did not start: INTER"
+    ):
+        devices.found()
+    monkeypatch.delattr(xla_bridge, "_backend_errors")  # JAX's own, which may go
+    assert "JAX has printed why above" in devices.fallback("cpu", None, NODE, ["xla_cuda13"])
 
 
 def test_a_missing_platform_is_one_line(monkeypatch, tmp_path):
