@@ -210,7 +210,8 @@ def _read_scale(directory: Path, content: Mapping[str, Any], lora: LoraShape) ->
             f"{file}: expected {hf_files.escaped(name)} to be {expected}, got "
             f"{shown(content.get(name))}: only plain LoRA and rsLoRA are read; {_MERGE}"
         )
-    rank, alpha = content.get("r"), content.get("lora_alpha")
+    rank: Any = content.get("r")
+    alpha: Any = content.get("lora_alpha")
     is_rslora = content.get("use_rslora", False)
     if type(rank) is not int or not 1 <= rank <= lora.rank:
         raise ValueError(

@@ -15,10 +15,7 @@ from models.sharding import rollout_mesh
 from rl import setup
 from rl.config import TrainConfig
 from rl.gin.loader import load
-from rl.learner.config import (
-    why_other_bits,
-    why_other_bits_on_accelerators,
-)
+from rl.learner.config import NumericsConfig, why_other_bits, why_other_bits_on_accelerators
 
 MODEL = ModelConfig("llama", 50, 64, 1, 4, 2, 16, 96)
 OF_GPUS = ModelConfig("llama", 50, 256, 1, 4, 2, 64, 320)
