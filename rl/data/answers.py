@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from rl.data import numbers
+from rl.data import written_numbers
 
 
 def whole(text: str) -> str | None:
@@ -56,9 +56,9 @@ def hash_mark(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number by its value, `-$1,250.50` as -1250.5 (`rl.data.numbers`)."""
-    value = numbers.last(text)
-    return None if value is None else numbers.to_text(value)
+    """Return the last number by its value, `-$1,250.50` as -1250.5 (`rl.data.written_numbers`)."""
+    value = written_numbers.last(text)
+    return None if value is None else written_numbers.to_text(value)
 
 
 Extractor = Literal["whole", "last_line", "boxed", "answer_tag", "hash", "last_number"]

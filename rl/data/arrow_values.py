@@ -64,7 +64,7 @@ def values(column: Any) -> list[Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _is_plain(kind: Any) -> bool:
-    """Return whether `to_pylist` gives what a column of this type states."""
+    """Return whether `to_pylist` gives the values that a column of this type states."""
     import pyarrow
 
     types = pyarrow.types

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rl.data import numbers
+from rl.data import written_numbers
 from rl.data.answers import EXTRACTORS, boxed, extract_answer, hash_mark
 from rl.data.conversations import Prompt, check_last_turn, ends_with_answer, read_prompt
 from rl.data.specs import MAX_PROMPT_CHARACTERS, Spec, check_text
@@ -48,8 +48,8 @@ class Layout:
 def gsm8k_answer(text: str) -> str | None:
     """Return the number after ####, without thousands separators; or the text that is there."""
     text = hash_mark(text) or ""
-    number = numbers.read(text)
-    return text or None if number is None else numbers.to_text(number)
+    number = written_numbers.read(text)
+    return text or None if number is None else written_numbers.to_text(number)
 
 
 def math_answer(text: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Words behind a number: units, which do not count, and amounts, which do.
+"""Nouns after a number: units, which do not count, and amounts, which do.
 
 `5 km` and `3 apples` state 5 and 3; `5 million` states 5,000,000, and `3 halves` 1.5.
 """
@@ -36,12 +36,12 @@ _PARTS = {
     "billionth": 10**9,
 }
 _POWERS = {"squared": 2, "cubed": 3}
-# Suffixes of amounts of money: `$5k`. Behind other numbers they may be units or variables.
+# Suffixes of amounts of money: `$5k`. After other numbers they may be units or variables.
 MONEY_SUFFIXES = {"k": 10**3, "K": 10**3, "M": 10**6, "mn": 10**6, "B": 10**9, "T": 10**12}
 _OPERATORS = "plus minus times over"
 SYMBOLS = "factorial alpha beta gamma delta theta lambda sigma omega infinity pi"
 
-_PLURALS = {"halves": "half"} | {f"{word}s": word for word in [*_SCALES, *_PARTS] if word != "bn"}
+_PLURALS = {"halves": "half"} | {f"{one}s": one for one in [*_SCALES, *_PARTS] if one != "bn"}
 _AMOUNTS = [*_SCALES, *_PARTS, *_POWERS, *_PLURALS, "quarter", "quarters"]
 _AMOUNT = f"(?i:{'|'.join(sorted(_AMOUNTS, key=len, reverse=True))})"
 _NO_UNITS = rf"(?:{_AMOUNT}|{'|'.join((_OPERATORS + ' ' + SYMBOLS).split())})(?![A-Za-z])"
@@ -72,8 +72,8 @@ def without_unit(text: str, *, letters_are_units: bool) -> str:
         return text
     text = " ".join(text.split())
     if match := _TEXT_UNIT.fullmatch(text):
-        words = _BARE_TEXT.sub(r" \1 ", match[2])
-        amounts = _LEADING_AMOUNTS.match(words)
+        inner = _BARE_TEXT.sub(r" \1 ", match[2])
+        amounts = _LEADING_AMOUNTS.match(inner)
         return match[1] + (f" {amounts[0].strip()}" if amounts else "")
     match = _plain_unit(letters_are_units).fullmatch(text) or _DEGREES.fullmatch(text)
     if match is None:
@@ -97,21 +97,21 @@ def _plain_unit(letters_are_units: bool) -> re.Pattern[str]:
 
 
 def has_amount(text: str) -> bool:
-    """Return whether an amount stands directly behind a digit."""
-    return _AMOUNT_BEHIND_DIGIT.search(text) is not None
+    """Return whether an amount follows a digit directly."""
+    return _AMOUNT_AFTER_DIGIT.search(text) is not None
 
 
-_AMOUNT_BEHIND_DIGIT = re.compile(
+_AMOUNT_AFTER_DIGIT = re.compile(
     rf"\d{SPACE}{{0,9}}(?:\\[a-z]{{4,6}}\s{{0,9}}\{{)?{SPACE}{{0,9}}-?{_AMOUNT}(?![A-Za-z])"
 )
 
 
-def times_amount(value: Fraction, word: str) -> Fraction | None:
-    """Return a number with the word behind it; the same number if that is no amount.
+def times_amount(value: Fraction, noun: str) -> Fraction | None:
+    """Return a number times the amount that follows; the same number if `noun` is a unit.
 
     None if it may be one: `3 quarters` are three quarters or three coins, `5 half` is neither.
     """
-    name = word.lower()
+    name = noun.lower()
     singular = _PLURALS.get(name, name)
     if singular in _SCALES:
         return value * _SCALES[singular]
@@ -124,12 +124,12 @@ def times_amount(value: Fraction, word: str) -> Fraction | None:
     return value
 
 
-def is_scale(word: str) -> bool:
-    """Return whether other amounts may follow a word: `5 hundred million`."""
-    name = word.lower()
+def is_scale(noun: str) -> bool:
+    """Return whether other amounts may follow: `5 hundred million`."""
+    name = noun.lower()
     return _PLURALS.get(name, name) in _SCALES
 
 
-def is_amount(word: str) -> bool:
-    """Return whether a word behind a number changes its value."""
-    return word.lower() in _AMOUNTS
+def is_amount(noun: str) -> bool:
+    """Return whether a noun changes the value of the number before it."""
+    return noun.lower() in _AMOUNTS

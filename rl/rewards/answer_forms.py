@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from rl.data import numbers
+from rl.data import written_numbers
 from rl.data.answers import EXTRACTORS, extract_answer, with_marker
 from rl.data.tasks import Example
 from rl.rewards.math_answers import Plain, plain_value
@@ -75,9 +75,9 @@ def differ(one: str, other: str) -> bool:
 
 def _larger(core: str) -> str | None:
     """Return a wrong number that ends as a number does: 1,072 for 72, 7 for -7."""
-    value = numbers.read(core)
+    value = written_numbers.read(core)
     if value is not None and value < 0:
-        return numbers.to_text(-value)
+        return written_numbers.to_text(-value)
     if not _PLAIN_NUMBER.fullmatch(core):
         return None
     return f"1,{int(core):03d}" if core.isdecimal() and len(core) < 4 else f"1{core}"

@@ -123,9 +123,9 @@ def load(function: str, extract: str) -> BuiltIn | UserFunction:
     if name in vars(module):
         raise ValueError(f"{path}: expected {name} as a function, got {type(result).__name__}")
     functions = [one for one, value in vars(module).items() if callable(value) and one[0] != "_"]
-    there = ", ".join(functions[:_MAX_SHOWN]) or "none"
+    names = ", ".join(functions[:_MAX_SHOWN]) or "none"
     raise ValueError(
-        f"{path} defines no function {name!r}{did_you_mean(name, functions)}; it has {there}"
+        f"{path} defines no function {name!r}{did_you_mean(name, functions)}; it has {names}"
     )
 
 

@@ -1,7 +1,7 @@
 r"""Answers in mathematics, compared: numbers and words here, everything else by math-verify.
 
 math-verify 0.9 reads LaTeX by its grammar alone (its other parser evaluates text). Numbers are
-read by `rl.data.numbers`, so that no answer is compiled or evaluated (tests/hostile).
+read by `rl.data.written_numbers`, so that no answer is compiled or evaluated (tests/hostile).
 docs/rewards.md has the rules.
 """
 
@@ -13,7 +13,7 @@ import re
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from rl.data import numbers, units
+from rl.data import units, written_numbers
 from rl.data.answers import boxed
 from rl.data.units import SPACE, TEXT
 
@@ -83,10 +83,10 @@ def prepare() -> None:
 
 def _number(text: str, *, letters_are_units: bool = True) -> Fraction | None:
     """Return the value of a number, with its unit if any; None for any other text."""
-    if len(text) > numbers.MAX_CHARACTERS:
+    if len(text) > written_numbers.MAX_CHARACTERS:
         return None
     text = _REPEATING.sub(_repeating, _bare(text))
-    return numbers.read(text, letters_are_units=letters_are_units)
+    return written_numbers.read(text, letters_are_units=letters_are_units)
 
 
 def _bare(text: str) -> str:
@@ -124,7 +124,7 @@ def _repeating(match: re.Match[str]) -> str:
 
 def _without_exponent(text: str) -> str:
     """Return a number like 1e-3 as a fraction: the grammar takes the e for Euler's number."""
-    number = numbers.read(text) if _EXPONENT.search(text) else None
+    number = written_numbers.read(text) if _EXPONENT.search(text) else None
     return text if number is None else rf"\frac{{{number.numerator}}}{{{number.denominator}}}"
 
 

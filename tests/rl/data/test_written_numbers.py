@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from rl.data import numbers
+from rl.data import written_numbers
 from rl.rewards.math_answers import equal
 
 
@@ -155,8 +155,8 @@ def test_a_number_is_read_as_itself_in_every_way_of_writing(way):
     readings, wrong = 0, []
     for number in some_numbers(150):
         text, value = written(number, way), Fraction(number)
-        found = {text: numbers.read(text)}
-        found |= {one.format(text): numbers.last(one.format(text)) for one in SENTENCES}
+        found = {text: written_numbers.read(text)}
+        found |= {one.format(text): written_numbers.last(one.format(text)) for one in SENTENCES}
         readings += sum(reading is not None for reading in found.values())
         wrong += [pair for pair in found.items() if pair[1] not in (None, value)]
     assert not wrong
@@ -169,10 +169,10 @@ def test_answers_and_responses_have_one_reader():
     for number in some_numbers(60):
         for way in rng.sample(list(WAYS), 8):
             text, value = written(number, way), Fraction(number)
-            plain = numbers.to_text(value)
+            plain = written_numbers.to_text(value)
             assert equal(plain, text) and equal(text, plain)
             others = {-value, value * 10, value / 10, value * 1000} - {value}
-            assert not any(equal(numbers.to_text(other), text) for other in others)
+            assert not any(equal(written_numbers.to_text(other), text) for other in others)
 
 
 @pytest.mark.parametrize(
@@ -206,8 +206,8 @@ def test_answers_and_responses_have_one_reader():
     ],
 )
 def test_other_forms(text, wanted):
-    assert numbers.to_text(numbers.read(text)) == wanted
-    assert numbers.to_text(numbers.last(f"It is {text}")) == wanted
+    assert written_numbers.to_text(written_numbers.read(text)) == wanted
+    assert written_numbers.to_text(written_numbers.last(f"It is {text}")) == wanted
 
 
 @pytest.mark.parametrize(
@@ -238,8 +238,8 @@ def test_other_forms(text, wanted):
     ],
 )
 def test_what_people_read_in_two_ways_is_not_read(text):
-    assert numbers.read(text) is None
-    assert numbers.last(f"It is {text}") is None
+    assert written_numbers.read(text) is None
+    assert written_numbers.last(f"It is {text}") is None
 
 
 @pytest.mark.parametrize(
@@ -283,14 +283,14 @@ def test_what_people_read_in_two_ways_is_not_read(text):
     ],
 )
 def test_numbers_in_a_sentence(text, wanted):
-    value = numbers.last(text)
-    assert (value if value is None else numbers.to_text(value)) == wanted
+    value = written_numbers.last(text)
+    assert (value if value is None else written_numbers.to_text(value)) == wanted
 
 
 def test_one_value_has_one_text():
     for text in ("0.1", "-0.001", "12", "-5.5", "1000000", "1/3", "-2/7", "0", "0.0625"):
-        assert numbers.to_text(Fraction(text)) == text
-    assert numbers.to_text(Fraction(1, 3**600)).startswith("1/")
+        assert written_numbers.to_text(Fraction(text)) == text
+    assert written_numbers.to_text(Fraction(1, 3**600)).startswith("1/")
 
 
 @pytest.mark.parametrize(
@@ -313,5 +313,5 @@ def test_one_value_has_one_text():
 )
 def test_hostile_texts_take_time_by_their_length(part):
     """100,000 repetitions would take hours in any other time."""
-    numbers.read(part * 500)
-    numbers.last(part * 100_000)
+    written_numbers.read(part * 500)
+    written_numbers.last(part * 100_000)

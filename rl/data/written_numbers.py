@@ -100,7 +100,7 @@ def read(text: str, *, letters_are_units: bool = True) -> Fraction | None:
         return None
     text = text.strip()
     bare = units.without_unit(text, letters_are_units=letters_are_units)
-    value = _whole(_plain(text).strip())  # first, since K is thousands behind a currency
+    value = _whole(_plain(text).strip())  # first, since K is thousands after a currency
     return value if value is not None or bare == text else _whole(_plain(bare).strip())
 
 
@@ -109,7 +109,7 @@ def _whole(text: str) -> Fraction | None:
     start = _START.match(text)
     assert start is not None  # every part of it may be empty
     body = _BODY.match(text, start.end())
-    signs = [sign for sign in start.group("word", "sign", "second") if sign]
+    signs = [part for part in start.group("text", "sign", "second") if part]
     if body is None or len(signs) > 1:
         return None
     has_currency = start["currency"] is not None
@@ -120,7 +120,7 @@ def _whole(text: str) -> Fraction | None:
 
 
 _START = re.compile(
-    rf"(?:(?P<word>minus|negative)\s+)?(?P<sign>[-+−])?\s*(?P<currency>{_CURRENCY})?\s*"
+    rf"(?:(?P<text>minus|negative)\s+)?(?P<sign>[-+−])?\s*(?P<currency>{_CURRENCY})?\s*"
     rf"(?P<second>[-+−])?\s*",
     re.IGNORECASE,
 )
@@ -191,7 +191,7 @@ def _decimal(text: str) -> Fraction:
 def _with_amounts(
     value: Fraction | None, text: str, end: int, has_currency: bool
 ) -> tuple[Fraction | None, int]:
-    """Return a value with the amounts behind it, and where they end; None if it is unclear."""
+    """Return a value times the amounts that follow, and their end; None if it is unclear."""
     if value is None:
         return None, end
     suffix = _SUFFIX.match(text, end)
@@ -203,13 +203,13 @@ def _with_amounts(
             return None, end
         value, end = value + Fraction(1, 2), more.end()
     for _ in range(3):
-        word = _WORD.match(text, end)
-        if word is None or not (units.is_amount(word[1]) or word[1].lower() in _UNCLEAR):
+        noun = _NOUN.match(text, end)
+        if noun is None or not (units.is_amount(noun[1]) or noun[1].lower() in _UNCLEAR):
             break
-        if (changed := units.times_amount(value, word[1])) is None:
+        if (changed := units.times_amount(value, noun[1])) is None:
             return None, end
-        value, end = changed, word.end()
-        if not units.is_scale(word[1]):
+        value, end = changed, noun.end()
+        if not units.is_scale(noun[1]):
             break
     return value, end
 
@@ -219,17 +219,17 @@ _AND_A_PART = re.compile(
     r" and (?:(a half)|(?:an?|one|two|three|four|five|\d+)[ -]?/?(?:half|third|quarter|fourth|"
     r"fifth|sixth|eighth|tenth|\d+)s?)(?![A-Za-z])"
 )
-_WORD = re.compile(r"[$*(){}\[\]]{0,3}[ -]{0,3}([A-Za-z]+)")  # also of `$5$ million`
+_NOUN = re.compile(r"[$*(){}\[\]]{0,3}[ -]{0,3}([A-Za-z]+)")  # also of `$5$ million`
 _UNCLEAR = units.SYMBOLS.split()
 
 
 # --- in a sentence ------------------------------------------------------------------------
 
-_CONTEXT = 60  # characters around a number that decide what it is
+_CONTEXT = 60  # characters around a number that decide its meaning
 _INDEX = re.compile(r"(?:(?<=[^\d\s])\^|_)\s?[{(]?\s?[-−+]?\Z")
 _COMMANDS = r"\\(?:sqrt|frac|sin|cos|tan|log|ln|exp|binom|overline|bar|p?mod)"
 _SCALED = r"(?:hundred|thousand|lakh|million|crore|billion|trillion)s?"
-# Before digits that are only a part of what is stated.
+# Before digits that are only a part of a number, or no number by themselves.
 _PARTIAL = re.compile(
     r"\d[.'_:·^]\Z|\d ?/ ?\Z|(?<!\w)0[xXbo]\Z|\d[eE][-+−]?\Z"  # 1.000.000, 12:30, 1/2/3, 1e2e3
     r"|\d\d[-/]\d\d?[-/]\Z|\.\d{3} \Z|[\d.]\^\{?[-−+]?\Z"  # 2024-11-29, 3.141 592, 1.5^{2.5}
@@ -244,8 +244,8 @@ _CONTINUED = re.compile(
 _LIST = re.compile(r"(?<![\d.,])\d{1,2}(?:,\d{1,2})+,\Z")  # 1,2,3 is no number
 _LAKHS = re.compile(r"(?<![\d.,])\d{1,2}(?:,\d\d)+,\Z")  # 1,00,000 may be one
 _MONEY_BEFORE = re.compile(rf"{_CURRENCY}\s?\Z", re.IGNORECASE)
-_SIGN_BEFORE = re.compile(r"([-+−—])(\s{0,3})\Z")
-_WORD_BEFORE = re.compile(r"(?:(\w+|[^\w\s]) *)?\b(minus|negative)\s+\Z", re.IGNORECASE)
+_MINUS_BEFORE = re.compile(r"([-+−—])(\s{0,3})\Z")
+_TEXT_MINUS = re.compile(r"(?:(\w+|[^\w\s]) *)?\b(minus|negative)\s+\Z", re.IGNORECASE)
 _STATING = "is are was be to of at equals equal give gives get gets answer or and than".split()
 
 
@@ -257,45 +257,45 @@ def _in_sentence(body: re.Match[str], before: str, text: str) -> Fraction | None
     is_after_comma = re.search(r"\d,\Z", before)
     is_list = _LIST.search(before) and not (_LAKHS.search(before) and len(body[0]) == 3)
     is_glued = body[0].startswith(".") and re.search(r"[\w.)]\Z", before)
-    is_of_many = " " in body[0] and re.search(r"\d \Z", before)
-    if is_glued or is_of_many or (is_after_comma and not is_list):
+    is_one_of_many = " " in body[0] and re.search(r"\d \Z", before)
+    if is_glued or is_one_of_many or (is_after_comma and not is_list):
         return None
     has_currency = _MONEY_BEFORE.search(re.sub(r"[-+−]\s?\Z", "", before)) is not None
     is_latex = "$" in after[:12]
     value, _ = _with_amounts(_value(body), text, body.end(), has_currency and not is_latex)
-    sign = _sign(before)
-    return None if value is None or sign is None else sign * value
+    factor = _factor(before)
+    return None if value is None or factor is None else factor * value
 
 
-def _sign(before: str) -> int | None:
+def _factor(before: str) -> int | None:
     """Return the sign of a number by the text before it; None if that is unclear."""
-    inside = before if _SIGN_BEFORE.search(before) else _MONEY_BEFORE.sub("", before)
-    if (match := _SIGN_BEFORE.search(inside)) is None:
-        return _sign_in_words(inside)
-    sign, gap = match.groups()
+    inside = before if _MINUS_BEFORE.search(before) else _MONEY_BEFORE.sub("", before)
+    if (match := _MINUS_BEFORE.search(inside)) is None:
+        return _factor_in_text(inside)
+    mark, gap = match.groups()
     head = inside[: match.start()]
     operand = head.rstrip(" $€£%*")
     is_spaced, last_one = operand != head, operand[-1:]
     if last_one.isdigit() or last_one == ")":
         return 1 if gap or head[-1:] != " " else None  # 3 - 2, 3-2; but 3 -2
-    if sign == "+":
+    if mark == "+":
         return 1
-    if sign == "—" or last_one in ("]", "}"):
+    if mark == "—" or last_one in ("]", "}"):
         return None
     if last_one.isalpha() and not head.endswith("$"):
         if not is_spaced:
             return 1  # x-2
         return None if gap else -1  # x - 2, or: the answer is -2
-    if gap and sign == "-" and (last_one in ("", "\n") or last_one in ".,;:!?"):
+    if gap and mark == "-" and (last_one in ("", "\n") or last_one in ".,;:!?"):
         return None  # a bullet, or a minus
     return -1
 
 
-def _sign_in_words(before: str) -> int | None:
-    if (match := _WORD_BEFORE.search(before)) is None:
+def _factor_in_text(before: str) -> int | None:
+    if (match := _TEXT_MINUS.search(before)) is None:
         return 1
-    previous, word = match[1] or "", match[2].lower()
-    if word == "minus" and (previous.isdigit() or previous == ")"):
+    previous, name = match[1] or "", match[2].lower()
+    if name == "minus" and (previous.isdigit() or previous == ")"):
         return 1
     is_stated = not previous.isalpha() or previous.lower() in _STATING
-    return -1 if word == "negative" or is_stated else None
+    return -1 if name == "negative" or is_stated else None
