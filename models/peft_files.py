@@ -136,7 +136,7 @@ def read_base(directory: Path) -> Base:
     """Return the policy that an adapter belongs to. Raises FileNotFoundError or ValueError."""
     name = hf_files.read_json(directory / CONFIG).get("base_model_name_or_path")
     digest = hf_files.metadata_of(directory / WEIGHTS).get(_BASE, "")
-    return Base(name if isinstance(name, str) else "", digest)
+    return Base(name if isinstance(name, str) else "" if name is None else shown(name), digest)
 
 
 def names(config: ModelConfig) -> Iterator[str]:
