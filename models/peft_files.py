@@ -45,7 +45,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     # the others (pissa, olora, corda, loftq, lora_ga) change the weights of the base too
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
 }
-_OFF = (None, False, "", [], {})
+_OFF: tuple[Any, ...] = (None, False, "", [], {})
 _MERGE = "fix: merge it into its base with peft, and give the merged folder as the policy"
 
 
@@ -136,7 +136,7 @@ def read_base(directory: Path) -> Base:
     """Return the policy that an adapter belongs to. Raises FileNotFoundError or ValueError."""
     name = hf_files.read_json(directory / CONFIG).get("base_model_name_or_path")
     digest = hf_files.metadata_of(directory / WEIGHTS).get(_BASE, "")
-    return Base(name if isinstance(name, str) else "", digest)
+    return Base(name if isinstance(name, str) else "" if name is None else shown(name), digest)
 
 
 def names(config: ModelConfig) -> Iterator[str]:
@@ -212,19 +212,19 @@ def _read_scale(directory: Path, content: Mapping[str, Any], lora: LoraShape) ->
         )
     rank: Any = content.get("r")
     alpha: Any = content.get("lora_alpha")
-    is_rslora = content.get("use_rslora", False)
+    uses_root = content.get("use_rslora", False)
     if type(rank) is not int or not 1 <= rank <= lora.rank:
         raise ValueError(
             f"{file}: expected r of 1 to {lora.rank}, got {shown(rank)}; fix: open the policy with "
             "a Policy.lora_rank of at least as much"
         )
-    if type(alpha) not in (int, float) or not 0 < alpha <= MAX_ALPHA:
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha <= MAX_ALPHA:
         raise ValueError(
             f"{file}: expected lora_alpha above 0 and up to {MAX_ALPHA:,.0f}, got {shown(alpha)}"
         )
-    if type(is_rslora) is not bool:
-        raise ValueError(f"{file}: expected use_rslora of true or false, got {shown(is_rslora)}")
-    return rank, alpha / (math.sqrt(rank) if is_rslora else rank)
+    if type(uses_root) is not bool:
+        raise ValueError(f"{file}: expected use_rslora of true or false, got {shown(uses_root)}")
+    return rank, alpha / (math.sqrt(rank) if uses_root else rank)
 
 
 def _is_among(value: Any, allowed: tuple[Any, ...]) -> bool:

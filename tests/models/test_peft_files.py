@@ -168,6 +168,7 @@ def test_ranks_that_are_zero_are_not_written(tmp_path):
 
 def test_the_base_of_an_adapter(tmp_path):
     assert peft_files.read_base(GOLDEN / "adapters" / "plain") == peft_files.Base("qwen3_untied")
+    assert peft_files.read_base(edited(tmp_path, base_model_name_or_path=3)).name == "3"
     config = shape()
     adapter = lora.init(config, jax.random.key(0))
     peft_files.write(tmp_path / "adapter", config, adapter, "a/b", "0123")
