@@ -354,6 +354,11 @@ def test_an_adapters_folder_gives_the_adapter_back(tiny, tmp_path):
 def test_a_lower_rank_and_fewer_parts_stay_as_they_are(tiny):
     """The rest of A and B is 0 before and after training."""
     policy = open_policy(tiny, ONE, *LORA)
+    for rank, targets in ((5, ()), (0, ()), (2, "mlp"), (2, ["ffn"])):
+        with pytest.raises(ValueError, match="expected a rank of|expected targets of"):
+            policy.with_new_adapter(1, rank, targets)
+    whole = policy.with_new_adapter(1, targets=["mlp"])._state.params.layers[0]
+    assert np.any(whole.gate_FD.down_RI[3]) and not np.any(whole.query_QD.down_RI)
     low = policy.with_new_adapter(1, 2, ["mlp"])
     train(low, 2)
     for layer in low._state.params.layers:
@@ -490,6 +495,10 @@ def test_arguments_of_other_types_are_refused(policy, arguments, message):
 def test_settings_are_texts_that_samples_or_losses_read(tiny):
     with pytest.raises(ValueError, match='expected settings as texts, got dict .*; fix: "Policy'):
         open_policy(tiny, {"Policy.lora_rank": 16})
+    with pytest.raises(ValueError, match="files: expected a list, got 'a.gin'; fix: "):
+        api.Policy("anywhere", files="a.gin")
+    with pytest.raises(ValueError, match="stop: expected a tuple, got 'end'; fix: a comma"):
+        SamplingConfig(stop="end")
     with pytest.raises(ConfigError, match="Sched.workers: no effect here, .* samples have one"):
         open_policy(tiny, "Sched.workers=2")
     with pytest.raises(ConfigError, match="Optimizer.learning_rate: .* give optim_step its Adam"):
