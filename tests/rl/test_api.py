@@ -541,6 +541,8 @@ def test_places_have_bounds_of_their_own(policy):
     ]
     assert policy.evaluate(bounded, "ppo").loss == pytest.approx(whole, rel=1e-6)
     assert policy.evaluate(data, "ppo").loss != pytest.approx(whole, rel=1e-3)
+    with pytest.raises(ValueError, match="datum 0: expected low <= high at all places"):
+        policy.evaluate([dataclasses.replace(data[0], low=np.full(5, 1.3))], "ppo")
     with pytest.raises(ValueError, match="datum 0: expected 5 finite numbers as low"):
         policy.evaluate([dataclasses.replace(bounded[0], low=[1.0])], "ppo")
 
