@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import peft_files
-from models.config import trained_specs, with_adapters
+from models.config import LORA_TARGETS, trained_specs, with_adapters
 from models.lora import cut_to, merge
 from models.lora import init as new_adapter
 from models.transformer import Params
@@ -97,7 +97,7 @@ class Policy:
         default nothing is drafted. Settings that only a run reads are refused; in `files`, which
         may be a run's, they have no effect. Raises ConfigError, ValueError or FileNotFoundError.
         """
-        _check_settings(settings)
+        _check_settings(settings, files)
         named = f"Policy.directory={directory!r}"
         overrides = [named, *settings] if files else [PLAIN, named, *settings]
         config = load(TrainConfig, files, overrides)
@@ -122,13 +122,19 @@ class Policy:
         """Return another policy with the same frozen weights and engine, and a fresh adapter.
 
         A `rank` below the policy's leaves the rest of A and B at 0, which training does not move;
-        so are the ones of weights that are not among `targets`, if there are any.
+        so are the ones of weights that are not among `targets`, if there are any. Raises
+        ValueError.
         """
-        assert self.model.lora is not None, "all weights of this policy are trained"
+        lora = self.model.lora
+        assert lora is not None, "all weights of this policy are trained"
+        if rank is not None and not 1 <= rank <= lora.rank:
+            raise ValueError(f"expected a rank of 1 to Policy.lora_rank={lora.rank}, got {rank}")
+        if isinstance(targets, str) or not set(targets) <= LORA_TARGETS.keys():
+            raise ValueError(f"expected targets of {', '.join(LORA_TARGETS)}, got {targets!r:.80}")
         with on_mesh(self._mesh):
             adapter = new_adapter(self.model, jax.random.key(seed), self._mesh)
-            if rank is not None:
-                adapter = cut_to(adapter, rank, targets)
+            if rank is not None or targets:
+                adapter = cut_to(adapter, rank or lora.rank, targets)
             return self._with(adapter)
 
     def with_adapter(self, folder: str | Path, *, any_base: bool = False) -> Self:
@@ -380,7 +386,9 @@ class Policy:
         run_export.write_policy(inputs, params, target, run_export.Layout())
 
 
-def _check_settings(settings: Sequence[Any]) -> None:
+def _check_settings(settings: Sequence[Any], files: Any) -> None:
+    if isinstance(files, str):
+        raise ValueError(f"files: expected a list, got {files!r:.80}; fix: [{files!r:.80}]")
     for one in settings:
         if not isinstance(one, str):
             raise ValueError(

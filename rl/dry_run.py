@@ -11,6 +11,7 @@ from rl.config import TrainConfig
 from rl.disk_plan import disk_plan
 from rl.first_programs import num_whole_model
 from rl.inputs import Inputs, remarks
+from rl.learner.config import why_other_bits
 from rl.memory import estimate, unopened_devices
 from rl.metrics.run_summary import duration
 from rl.runtime.exit_codes import EXIT_USAGE
@@ -26,6 +27,10 @@ FEWER_PROGRAMS = (
 def print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
     """Print the plan of `--dry_run`, and the memory it needs; return the exit code."""
     model, devices_here = inputs.model, unopened_devices()
+    if devices_here.is_cpu and config.numerics.same_bits is True:
+        if reason := why_other_bits(model, config.mesh.tensor):
+            say(f"error: Numerics.same_bits=True: {reason}", sys.stderr)
+            return EXIT_USAGE
     say(f"# run folder    {folder}")
     say(f"# policy        {inputs.policy}: {model.architecture}, {num_params(model):,} parameters")
     say(f"# examples      {len(inputs.task)}")

@@ -192,6 +192,10 @@ def _typed(value: Any, field: str, where: str) -> Any:
 
 def _check_stops(stop_ids: tuple[int, ...], stop: tuple[str, ...]) -> None:
     for name, values, limit in (("stop_ids", stop_ids, MAX_STOP_IDS), ("stop", stop, MAX_STOPS)):
+        if isinstance(values, str):  # its characters would each be one
+            raise ValueError(
+                f"{name}: expected a tuple, got {values!r:.80}; fix: ({values!r:.80},)"
+            )
         if len(values) > limit:
             raise ValueError(f"{name}: expected at most {limit}, got {len(values)}")
         if len(set(values)) < len(values):

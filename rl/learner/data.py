@@ -137,7 +137,10 @@ def pack(
         if datum.sampling is None and datum.logprobs is not None:
             for part, sampling in drawn.find(datum.tokens, datum.targets, datum.logprobs):
                 batch.processing_BT.put(places[part], sampling)
-        for name, values in vars(_inputs_of(datum, bounds)).items():
+        inputs = _inputs_of(datum, bounds)
+        if bounds is not None and np.any(inputs.low_EM > inputs.high_EM):
+            raise ValueError(f"datum {i}: expected low <= high at all places")
+        for name, values in vars(inputs).items():
             if values is not None:
                 getattr(batch.inputs, name)[e, : len(datum)] = values
 

@@ -57,8 +57,13 @@ class DrawnResponses:
         self._num_processed = 0
 
     def note(self, prompt: Any, tokens: Any, logprobs: Any, sampling: SamplingConfig) -> None:
-        """Remember a response and its log-probs; the oldest ones make room."""
+        """Remember a response and its log-probs; the oldest ones make room.
+
+        One of the policy's own distribution, a datum's default, only beside others.
+        """
         response = _Response(np.array(tokens, np.int32), np.array(logprobs, np.float32), sampling)
+        if not (response.is_processed or self._num_processed):
+            return
         digest = hashlib.blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=16).digest()
         key = len(prompt), digest, int(response.tokens[0]), float(response.logprobs[0])
         self._responses.setdefault(key, []).append(response)

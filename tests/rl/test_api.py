@@ -458,6 +458,11 @@ def test_an_adapter_of_other_weights_is_refused(tiny, tmp_path, capsys):
 def test_a_lower_rank_and_fewer_parts_stay_as_they_are(tiny):
     """The rest of A and B is 0 before and after training."""
     policy = open_policy(tiny, ONE, *LORA)
+    for rank, targets in ((5, ()), (0, ()), (2, "mlp"), (2, ["ffn"])):
+        with pytest.raises(ValueError, match="expected a rank of|expected targets of"):
+            policy.with_new_adapter(1, rank, targets)
+    whole = policy.with_new_adapter(1, targets=["mlp"])._state.params.layers[0]
+    assert np.any(whole.gate_FD.down_RI[3]) and not np.any(whole.query_QD.down_RI)
     low = policy.with_new_adapter(1, 2, ["mlp"])
     train(low, 2)
     for layer in low._state.params.layers:
@@ -594,6 +599,10 @@ def test_arguments_of_other_types_are_refused(policy, arguments, message):
 def test_settings_are_texts_that_samples_or_losses_read(tiny):
     with pytest.raises(ValueError, match='expected settings as texts, got dict .*; fix: "Policy'):
         open_policy(tiny, {"Policy.lora_rank": 16})
+    with pytest.raises(ValueError, match="files: expected a list, got 'a.gin'; fix: "):
+        api.Policy("anywhere", files="a.gin")
+    with pytest.raises(ValueError, match="stop: expected a tuple, got 'end'; fix: a comma"):
+        SamplingConfig(stop="end")
     with pytest.raises(ConfigError, match="Sched.workers: no effect here, .* samples have one"):
         open_policy(tiny, "Sched.workers=2")
     with pytest.raises(ConfigError, match="Optimizer.learning_rate: .* give optim_step its Adam"):
@@ -636,6 +645,8 @@ def test_places_have_bounds_of_their_own(policy):
     ]
     assert policy.evaluate(bounded, "ppo").loss == pytest.approx(whole, rel=1e-6)
     assert policy.evaluate(data, "ppo").loss != pytest.approx(whole, rel=1e-3)
+    with pytest.raises(ValueError, match="datum 0: expected low <= high at all places"):
+        policy.evaluate([dataclasses.replace(data[0], low=np.full(5, 1.3))], "ppo")
     with pytest.raises(ValueError, match="datum 0: expected 5 finite numbers as low"):
         policy.evaluate([dataclasses.replace(bounded[0], low=[1.0])], "ppo")
 

@@ -70,6 +70,12 @@ def test_every_command_refuses_what_it_cannot_promise(run, tiny, tmp_path, capfd
     assert sums_in_order_on_accelerators(), "XLA's flags are set before devices are opened"
 
 
+def test_a_dry_run_refuses_sizes_that_cpus_do_not_take(tiny, tmp_path, capsys):
+    flags = f"--gin_file={tiny}", f"--gin.Run.directory='{tmp_path / 'run'}'", "--dry_run"
+    assert train.main([*flags, TRUE, "--gin.Policy.lora_rank=5"]) == 2
+    assert "Numerics.same_bits=True: expected a " in capsys.readouterr().err
+
+
 def test_a_policy_of_the_api_is_refused_or_named(tiny, capsys):
     with pytest.raises(ValueError, match=REFUSAL):
         api.Policy(directory(tiny), "Numerics.same_bits=True")

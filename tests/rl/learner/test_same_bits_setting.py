@@ -137,6 +137,14 @@ def test_a_gpu_with_one_slot_is_refused(hoppers, monkeypatch):
         why(4, 1, "Engine.prefill_rows=1", "Engine.prefill_chunk_tokens=1")
 
 
+def test_workers_on_ray_have_flags_of_their_own(monkeypatch):
+    monkeypatch.setattr(setup.jax, "default_backend", lambda: "tpu")
+    settings = "Cluster.kind='ray'", "Numerics.same_bits=True"
+    config = load(TrainConfig, ["configs/plain_tiny.gin"], settings)
+    with pytest.raises(ValueError, match="expected Cluster.kind='local' or 'spmd': workers on Ray"):
+        setup.check_bits(config, OF_TPUS, None)
+
+
 def test_other_gpus(hoppers, monkeypatch):
     monkeypatch.setattr(hopper, "is_hopper", lambda: False)
     assert "compute capability 9" in why_on_gpus()
