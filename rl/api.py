@@ -198,7 +198,9 @@ class Policy:
                 given = logprobs.place(p.batch), settings, learner.base
                 passes.append(in_turn(objectives.evaluate(self._state.params, *given, **static)))
                 logprobs.keep_pace(passes, logprobs.unwatched)
-            return _output(data, packed, jax.device_get(passes))
+            output = _output(data, packed, jax.device_get(passes))
+        objectives.check_numbers(output.logprobs)
+        return output
 
     def forward_backward(
         self,

@@ -132,12 +132,24 @@ NETWORKS = {
 def target_logprobs(
     params: Params, data: Sequence[Datum], shape: Shape, recipe: TrainSpec
 ) -> list[np.ndarray]:
-    """Return the log-probs of each datum's targets, float32 [T]. Raises ValueError."""
+    """Return the log-probs of each datum's targets, float32 [T]. Raises ValueError, also for NaN."""
 
     def run(batch: MicroBatch) -> jax.Array:
         return logprobs.token_logprobs(params, batch, recipe=recipe)[0]
 
-    return logprobs.fetched(run, pack(data, recipe.model, shape), list(map(len, data)), shape)
+    packed = pack(data, recipe.model, shape)
+    found = logprobs.fetched(run, packed, list(map(len, data)), shape)
+    check_numbers(found)
+    return found
+
+
+def check_numbers(logprobs: Sequence[np.ndarray]) -> None:
+    """Raise ValueError, naming the data, if log-probs are NaN: their logits are not finite."""
+    if bad := [i for i, logprobs_T in enumerate(logprobs) if np.isnan(logprobs_T).any()]:
+        raise ValueError(
+            f"the log-probs of data {bad[:8]} are not finite; fix: look at the weights (a lower "
+            "learning rate often helps)"
+        )
 
 
 @partial(jax.jit, static_argnames=("loss", "recipe"))
