@@ -238,7 +238,9 @@ class Policy:
                 given = logprobs.place(p.batch), settings, learner.base
                 passes.append(in_turn(objectives.evaluate(self._state.params, *given, **static)))
                 logprobs.keep_pace(passes, logprobs.unwatched)
-            return self._output(data, packed, jax.device_get(passes))
+            output = self._output(data, packed, jax.device_get(passes))
+        objectives.check_numbers(output.logprobs)
+        return output
 
     def forward_backward(
         self,

@@ -180,15 +180,25 @@ NETWORKS = {
 def target_logprobs(
     params: Params, data: Sequence[Datum], drawn: DrawnResponses, shape: Shape, recipe: TrainSpec
 ) -> list[np.ndarray]:
-    """Return the log-probs of each datum's targets, float32 [T]. Raises ValueError."""
+    """Return the log-probs of the targets of data, float32 [T]. Raises ValueError, also for NaN."""
 
     def run(batch: MicroBatch) -> jax.Array:
         return logprobs.token_logprobs(params, batch, recipe=recipe)[0]
 
     packed = pack(data, recipe.model, shape, drawn)
-    result = logprobs.fetched(run, packed, list(map(len, data)), shape)
-    drawn.note_scored(data, result)
-    return result
+    found = logprobs.fetched(run, packed, list(map(len, data)), shape)
+    check_numbers(found)
+    drawn.note_scored(data, found)
+    return found
+
+
+def check_numbers(logprobs: Sequence[np.ndarray]) -> None:
+    """Raise ValueError, naming the data, if log-probs are NaN: their logits are not finite."""
+    if bad := [i for i, logprobs_T in enumerate(logprobs) if np.isnan(logprobs_T).any()]:
+        raise ValueError(
+            f"the log-probs of data {bad[:8]} are not finite; fix: look at the weights (a lower "
+            "learning rate often helps)"
+        )
 
 
 @partial(jax.jit, static_argnames=("loss", "recipe"))

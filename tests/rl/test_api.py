@@ -252,6 +252,10 @@ def test_samples_of_weights_that_are_not_finite_are_an_error(tiny):
     )
     with pytest.raises(NonFiniteLogits, match="logits after 0 tokens of its response are not"):
         policy.sample(PROMPTS, 2)
+    data = [api.Datum([1, 2, 3], [2, 3, 4])] * 2
+    for score in (policy.forward, policy.sampler().forward, policy.evaluate):
+        with pytest.raises(ValueError, match=r"log-probs of data \[0, 1\] are not finite"):
+            score(data)
 
 
 def test_a_custom_loss_has_the_gradient_of_its_named_one(tiny):

@@ -35,6 +35,7 @@ from rl.trajectory import NonFiniteLogits
 from tests.support import tiny_run
 
 STEPS = 3
+AHEAD = (*WORKERS, "Sched.mode='ahead'")
 
 
 @pytest.fixture(scope="module")
@@ -303,8 +304,8 @@ def test_a_step_whose_rewards_fail_ends_the_run_and_the_step_before_is_saved(tin
 
 @pytest.mark.parametrize(
     ("settings", "step"),
-    [((), 2), ((*DRAFTS, "Reuse.mode='coupled'"), 2), (WORKERS, 2), (PIPELINE, 3)],
-    ids=["one engine", "drafts and reuse", "workers", "pipeline"],
+    [((), 2), ((*DRAFTS, "Reuse.mode='coupled'"), 2), (WORKERS, 2), (AHEAD, 2), (PIPELINE, 3)],
+    ids=["one engine", "drafts and reuse", "workers", "ahead", "pipeline"],
 )
 def test_logits_that_are_not_finite_end_the_run_with_the_step_before_saved(
     tiny, tmp_path, monkeypatch, settings, step
