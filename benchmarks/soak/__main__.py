@@ -6,6 +6,7 @@
 | kill_ahead | the same with two workers that prefetch the next step | resume_ahead.json |
 | kill_drafting | the same with a worker that drafts for three others | resume_drafting.json |
 | writes | a kill at every write of a run folder: copies are resumed | writes.json |
+| full | a disk that is full from any write on: runs are resumed with room | full_disk.json |
 | stop | SIGTERM in every part of a step, Ctrl-C during compilation | stops.json |
 | lose | rollout workers on Ray are killed, and one is stopped | remote.json |
 | processes | several processes of one run, resumed by fewer | processes.json |
@@ -31,13 +32,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environment
-from benchmarks.soak import inputs, memory, processes, runs, server, writes
+from benchmarks.soak import full_disk, inputs, memory, processes, runs, server, writes
 
 FAULTS = {
     "kill": runs.kill,
     "kill_ahead": partial(runs.kill, settings=runs.AHEAD),
     "kill_drafting": partial(runs.kill, settings=runs.DRAFTING),
     "writes": writes.writes,
+    "full": full_disk.full,
     "stop": runs.stop,
     "lose": processes.lose,
     "processes": processes.compare_processes,

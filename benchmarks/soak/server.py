@@ -47,7 +47,14 @@ def serving(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
                 raise RuntimeError(f"the server did not start:\n{output_of(log)}")
             time.sleep(0.1)
         [line] = [x for x in output_of(log).splitlines() if x.startswith("serving ")]
-        yield process, line.partition(" at ")[2].partition(";")[0]
+        address = line.partition(" at ")[2].partition(";")[0]
+        client = Client(address, collections.Counter[str]())
+        while True:
+            with contextlib.suppress(Gone):  # it has the port, and does not answer yet
+                client.call("healthz", method="GET")
+                break
+            time.sleep(0.1)
+        yield process, address
 
 
 def fuzz(folder: Path, count: int = 5000) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 MAX_BYTES = 2**29
-SMALL_BYTES = 2**16  # of a request: it may take the last quarter, so that large ones stop nobody
+SMALL_BYTES = 2**16  # of a request: it may take the last quarter, which large ones cannot
 
 
 class Busy(Exception):

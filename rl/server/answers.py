@@ -12,7 +12,7 @@ from rl.server import wire
 from rl.server.account import Account, Hold
 
 MAX_BYTES = 2**28  # of results that have been fetched, or wait to be
-OVERHEAD_BYTES = 1024  # of an answer beside its result: objects, names and entries of tables
+OVERHEAD_BYTES = 1024  # of an answer besides its result: objects, names and entries of tables
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -68,13 +68,13 @@ class Answers:
         self._answers[request_id] = Answer(num_bytes)
 
     def close(self, request_id: str) -> None:
-        """Forget an answer whose operation was not begun."""
+        """Forget an answer whose operation does not run."""
         self._account.give(self._answers.pop(request_id).held_bytes)
 
     def keep(self, request_id: str | None, hold: Hold) -> None:
-        """Hold a body's bytes until the operation that it began has its result.
+        """Hold a body's bytes until its operation has the result.
 
-        A body that is sent again begins none.
+        A body that is sent again has no operation.
         """
         answer = self._answers.get(request_id or "")
         if answer is not None and answer.body is None and not answer.keeps_body:

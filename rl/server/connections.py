@@ -13,17 +13,17 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_CONNECTIONS = 4096  # a client of Tinker opens up to 1,000
-FILES = 256  # of the process beside its connections
+FILES = 256  # of the process besides its connections
 HEADER_S = 10.0
 BODY_S = 120.0
-SEND_S = 120.0  # in which a client takes the next part of an answer
+SEND_S = 120.0  # for a client to take the next part of an answer
 
 
 class Connection(H11Protocol):
     """A connection that is closed if its client takes too long.
 
     At the bound the one that has waited for a header for longest makes room: half-sent requests
-    keep nobody out. `without_header` has these, in the order of their coming.
+    keep no client out. `without_header` has these, in the order of their coming.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     def _watch(self) -> None:
-        """Start the time of what the client is to send next, if that has changed."""
+        """Start the deadline of the header or body to come, if it has changed."""
         state, is_idle = self.conn.their_state, self.timeout_keep_alive_task is not None
         if state is h11.IDLE and not is_idle:  # uvicorn closes one that is idle after an answer
             self._wait(HEADER_S)
@@ -115,7 +115,7 @@ def configured(app: Any, **network: Any) -> uvicorn.Config:
 
 
 def _room() -> int:
-    """Return how many connections the process has files for, after it has asked for more."""
+    """Return how many connections the process has files for, after raising its limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -40,7 +40,7 @@ def refusal(
 ) -> Response | None:
     """Return the answer to a request that is not for this server, or not by one of its clients.
 
-    A page of another site can send requests to loopback, with its own name as their Host after DNS
+    A page of another site can send requests to loopback, with its name as their Host after DNS
     rebinding. Programs send no Origin. `hosts` None takes any Host, which needs a key.
     """
     host, origin = request.headers.get("host", ""), request.headers.get("origin")

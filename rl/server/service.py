@@ -66,7 +66,7 @@ class Service:
         self._num_sessions = len(records.sessions)
 
     def tick(self) -> None:
-        """Delete what has expired, and answer operations that have waited too long."""
+        """Delete expired checkpoints, and answer operations that have waited too long."""
         self.records.expire()
         for model in self.models.values():
             model.turns.expire(self._now_s())

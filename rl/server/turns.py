@@ -26,7 +26,7 @@ class Turns:
     def __init__(self) -> None:
         self.next_number = 1
         self._ahead: dict[int, Operation] = {}
-        self._since_s = 0.0  # when the next number began to be missing
+        self._since_s = 0.0  # since when the next number is missing
 
     def check(self, number: int) -> None:
         """Raise ValueError for a number that cannot come now."""
@@ -43,7 +43,7 @@ class Turns:
             self._since_s = now_s
 
     def expire(self, now_s: float) -> None:
-        """Answer the operations that have waited too long; a client goes on after them."""
+        """Answer the operations that have waited too long; later ones run."""
         if self._ahead and now_s - self._since_s > GAP_S:
             last = max(self._ahead)
             self.drop(f"the operation with seq_id {self.next_number} has not come")

@@ -33,7 +33,7 @@ MESSAGES: Mapping[str, str] = {
 FLOAT32, INT64 = 1, 2
 DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
 STOP, LENGTH = 0, 1  # stop_reason
-MAX_FIELDS = 2**18  # of a message, with those of the messages in it
+MAX_FIELDS = 2**18  # of a message and of the messages in it
 MAX_SPARSE = 2**20  # numbers of a sparse tensor, zeros included
 
 _Field = descriptor_pb2.FieldDescriptorProto
@@ -119,7 +119,7 @@ def check_fields(name: str, data: bytes) -> None:
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """Return a number of 7 bits a byte, and where it ends. Raises ValueError."""
+    """Return a number of 7 bits a byte, and the place after it. Raises ValueError."""
     value = shift = 0
     while at < end and shift < 70:
         byte = data[at]
