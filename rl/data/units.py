@@ -15,6 +15,8 @@ _SCALES = {
     "thousand": 10**3,
     "lakh": 10**5,
     "million": 10**6,
+    "mln": 10**6,
+    "mio": 10**6,
     "crore": 10**7,
     "billion": 10**9,
     "bn": 10**9,
@@ -37,14 +39,22 @@ _PARTS = {
 }
 _POWERS = {"squared": 2, "cubed": 3}
 # Suffixes of amounts of money: `$5k`. After other numbers they may be units or variables.
-MONEY_SUFFIXES = {"k": 10**3, "K": 10**3, "M": 10**6, "mn": 10**6, "B": 10**9, "T": 10**12}
-_OPERATORS = "plus minus times over"
-SYMBOLS = "factorial alpha beta gamma delta theta lambda sigma omega infinity pi"
+MONEY_SUFFIXES = {"k": 10**3, "m": 10**6, "mn": 10**6, "mm": 10**6, "b": 10**9, "t": 10**12}
+_OPERATORS = "plus minus times over below"
+# Amounts of other kinds and languages, and symbols: a number before them is not read.
+_FOREIGN = (
+    "mil tn grand gross ten tens mille tausend mrd miljoen miljard milliard milliards millionen "
+    "milliarden millones millón milhões milhão milioni miliardi"
+)
+CJK_AMOUNTS = "十百千万萬億亿兆"
+_SYMBOLS = "factorial alpha beta gamma delta theta lambda sigma omega infinity pi"
+UNCLEAR = f"{_FOREIGN} {_SYMBOLS}".split()
 
-_PLURALS = {"halves": "half"} | {f"{one}s": one for one in [*_SCALES, *_PARTS] if one != "bn"}
+_PLURALS = {"halves": "half"} | {f"{one}s": one for one in [*_SCALES, *_PARTS] if len(one) > 3}
 _AMOUNTS = [*_SCALES, *_PARTS, *_POWERS, *_PLURALS, "quarter", "quarters"]
 _AMOUNT = f"(?i:{'|'.join(sorted(_AMOUNTS, key=len, reverse=True))})"
-_NO_UNITS = rf"(?:{_AMOUNT}|{'|'.join((_OPERATORS + ' ' + SYMBOLS).split())})(?![A-Za-z])"
+_OTHERS = "|".join([*_OPERATORS.split(), *UNCLEAR])
+_NO_UNITS = rf"(?:(?:{_AMOUNT}|(?i:{_OTHERS}))(?![A-Za-z])|[{CJK_AMOUNTS}])"
 
 SPACE = r"(?:\s|~|\\[,;:! ]|\\q?quad)"
 TEXT = r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mathit|mbox)\s*\{([^{}]*)\}"
@@ -119,7 +129,7 @@ def times_amount(value: Fraction, noun: str) -> Fraction | None:
         return value / _PARTS[singular] if name != singular or value == 1 else None
     if name in _POWERS:
         return value ** _POWERS[name]
-    if name in SYMBOLS.split() or (name in ("quarter", "quarters") and value in (1, 3)):
+    if name in UNCLEAR or (name in ("quarter", "quarters") and value in (1, 3)):
         return None
     return value
 

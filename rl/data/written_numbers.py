@@ -23,7 +23,7 @@ _MINUS_SIGNS = dict.fromkeys(map(ord, "﹣－➖"), "−")
 _SPACES = dict.fromkeys([0xA0, *range(0x2000, 0x200B), 0x202F, 0x205F, 0x3000], " ")
 _NOTHING = dict.fromkeys([0x200B, 0x200C, 0x200D, 0x2060, 0xFEFF], None)
 _OTHERS = {"，": ",", "．": ".", "٫": ".", "٬": ",", "’": "'", "ʼ": "'", "％": "%", "⁄": "/"}
-_OTHERS |= {"＄": "$", "＋": "+", "∙": "·", "⋅": "·", "✕": "×", "∗": "*"}
+_OTHERS |= {"∕": "/", "•": "·", "＄": "$", "＋": "+", "∙": "·", "⋅": "·", "✕": "×", "∗": "*"}
 _SPELLING = _DASHES | _MINUS_SIGNS | _SPACES | _NOTHING | str.maketrans(_OTHERS)
 _PARTS = "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
 _PART_TEXTS = "1/4 1/2 3/4 1/7 1/9 1/10 1/3 2/3 1/5 2/5 3/5 4/5 1/6 5/6 1/8 3/8 5/8 7/8".split()
@@ -31,6 +31,7 @@ _PART = re.compile(rf"(\d ?)?([{_PARTS}])")
 _RAISED, _LEVEL = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-"
 _SUPERSCRIPT = re.compile(rf"[{_RAISED}]+")
 _FOREIGN_DIGIT = re.compile(r"(?![0-9])\d")
+_ENTITY_MINUS = re.compile(r"&(?:minus|#8722|#x2212);")
 _DOUBLE_STAR = re.compile(r"(?<=\d)\*\*(?=[-+−]?\d|[({])")
 _LATEX = [
     (re.compile(units.TEXT), r"\1"),
@@ -40,6 +41,8 @@ _LATEX = [
     (re.compile(r"\\[,;: ]|~|\\q?quad(?![A-Za-z])"), " "),
     (re.compile(r"\\([$%])"), r"\1"),
     (re.compile(r"\\(?:times|cdot)(?![A-Za-z])"), "×"),
+    (re.compile(r"\\(?:left|right)(?![A-Za-z])"), ""),
+    (re.compile(r"\\(?:text)?minus(?![A-Za-z])\s?"), "−"),
     (re.compile(r"\\pm(?![A-Za-z])"), "±"),
     (re.compile(r"\\pi(?![A-Za-z])"), "π"),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
@@ -52,6 +55,8 @@ def _plain(text: str) -> str:
         text = _SUPERSCRIPT.sub(_level, text.translate(_SPELLING))
         text = _PART.sub(_part, text)
         text = _FOREIGN_DIGIT.sub(lambda digit: str(int(digit[0])), text)
+    if "&" in text:
+        text = _ENTITY_MINUS.sub("−", text).replace("&nbsp;", " ")
     if "\\" in text or "{" in text or "~" in text:
         for pattern, replacement in _LATEX:
             text = pattern.sub(replacement, text)
@@ -74,7 +79,7 @@ _WHOLE = rf"(?:[1-9]\d{{0,2}}{_GROUPS}|\d+)"
 _DECIMAL = rf"(?:{_WHOLE}(?:\.\d+|\.(?=[eE][-+−]?\d))?|\.\d+)"
 _POWER = r"\^ ?(?:\{ ?(?P<{0}1>[-+−]?\d+) ?\}|\((?P<{0}2>[-+−]?\d+)\)|(?P<{0}3>[-+−]?\d+))"
 _EXPONENT = r"[eE](?P<e>[-+−]?\d+)"
-_SCIENTIFIC = rf" ?[×xX*·] ?10 ?{_POWER.replace('{0}', 't')}"
+_SCIENTIFIC = rf" {{0,3}}[×xX*·] {{0,3}}10 ?{_POWER.replace('{0}', 't')}"
 _FRACTION = (
     r"\\frac ?(?:\{{ ?(?P<{0}3>[-−]?{1}) ?\}} ?\{{ ?(?P<{0}4>{1}) ?\}}|(?P<{0}5>\d) ?(?P<{0}6>\d))"
 )
@@ -85,8 +90,9 @@ _BODY = re.compile(
     rf"|(?P<decimal>{_DECIMAL})(?:{_EXPONENT}|{_SCIENTIFIC}|{_POWER.replace('{0}', 'p')})?"
 )
 _CURRENCY = (
-    r"(?:(?:US|AU?|CA?|HK|NZ|R|S)?\$|[€£¥₹₩₽₺₫₪฿₿]|"
-    r"(?<![A-Za-z])(?:USD|EUR|GBP|CHF|JPY|INR|CNY|RMB|Rs\.?)(?![A-Za-z]))"
+    r"(?:(?-i:(?<![A-Za-z])[A-Z]{1,3} ?)?\$|[€£¥₹₩₽₺₫₪฿₿]|"
+    r"(?<![A-Za-z])(?:USD|EUR|GBP|CHF|JPY|INR|CNY|RMB|Rs\.?|AUD|CAD|NZD|SEK|NOK|DKK|PLN|KRW|BRL|"
+    r"MXN|ZAR|SGD|HKD)(?![A-Za-z]))"
 )
 _PERCENT = r"(?:%|percent(?:age)?(?![A-Za-z])|pct(?![A-Za-z]))"
 
@@ -195,16 +201,17 @@ def _with_amounts(
     if value is None:
         return None, end
     suffix = _SUFFIX.match(text, end)
-    if suffix and (has_currency or not suffix[1]):
-        is_money = has_currency  # others may be units, 300K, or variables
-        return (value * units.MONEY_SUFFIXES[suffix[2]] if is_money else None), suffix.end()
+    if suffix and has_currency:
+        return value * units.MONEY_SUFFIXES[suffix[2].lower()], suffix.end()
+    if suffix and not suffix[1] and suffix[2] not in _UNIT_SUFFIXES:
+        return None, end  # 5k, 300K: thousands, or a variable, or a unit
     if more := _AND_A_PART.match(text, end):
         if more[1] is None or value.denominator != 1:
             return None, end
         value, end = value + Fraction(1, 2), more.end()
     for _ in range(3):
         noun = _NOUN.match(text, end)
-        if noun is None or not (units.is_amount(noun[1]) or noun[1].lower() in _UNCLEAR):
+        if noun is None or not (units.is_amount(noun[1]) or noun[1].lower() in units.UNCLEAR):
             break
         if (changed := units.times_amount(value, noun[1])) is None:
             return None, end
@@ -214,32 +221,35 @@ def _with_amounts(
     return value, end
 
 
-_SUFFIX = re.compile(r"( ?)(k|K|M|mn|B|T)(?![A-Za-z0-9])")
+_SUFFIX = re.compile(r"( ?)(k|m|mn|mm|b|t)(?![A-Za-z0-9])", re.IGNORECASE)
+_UNIT_SUFFIXES = ("m", "mm", "b", "t")
 _AND_A_PART = re.compile(
     r" and (?:(a half)|(?:an?|one|two|three|four|five|\d+)[ -]?/?(?:half|third|quarter|fourth|"
     r"fifth|sixth|eighth|tenth|\d+)s?)(?![A-Za-z])"
 )
-_NOUN = re.compile(r"[$*(){}\[\]]{0,3}[ -]{0,3}([A-Za-z]+)")  # also of `$5$ million`
-_UNCLEAR = units.SYMBOLS.split()
+_NOUN = re.compile(r"[$*(){}\[\]]{0,3}[ -]{0,3}([^\W\d_]+)")  # also of `$5$ million`
 
 
 # --- in a sentence ------------------------------------------------------------------------
 
 _CONTEXT = 60  # characters around a number that decide its meaning
 _INDEX = re.compile(r"(?:(?<=[^\d\s])\^|_)\s?[{(]?\s?[-−+]?\Z")
-_COMMANDS = r"\\(?:sqrt|frac|sin|cos|tan|log|ln|exp|binom|overline|bar|p?mod)"
-_SCALED = r"(?:hundred|thousand|lakh|million|crore|billion|trillion)s?"
+_COMMANDS = r"\\(?:sqrt|frac|dot|sin|cos|tan|log|ln|exp|binom|overline|bar|p?mod)"
+_SCALED = r"(?:dozen|hundred|thousand|lakh|million|crore|billion|trillion)s?"
 # Before digits that are only a part of a number, or no number by themselves.
 _PARTIAL = re.compile(
-    r"\d[.'_:·^]\Z|\d ?/ ?\Z|(?<!\w)0[xXbo]\Z|\d[eE][-+−]?\Z"  # 1.000.000, 12:30, 1/2/3, 1e2e3
-    r"|\d\d[-/]\d\d?[-/]\Z|\.\d{3} \Z|[\d.]\^\{?[-−+]?\Z"  # 2024-11-29, 3.141 592, 1.5^{2.5}
+    r"\d[.'_:·^]\Z|[\d)}] ?/ ?[({]?\Z|(?<!\w)0[xXbo]\Z|\d ?[eE][-+−]?\Z"  # 1.000.000, 12:30, 1/2/3
+    r"|\d\d[-/]\d\d?[-/]\Z|[.,'_]\d{3} \Z|[\d.]\^\{?[-−+]?\Z"  # 2024-11-29, 3.141 592, 1.5^{2.5}
     rf"|[±√]\s?\Z|{_COMMANDS} ?(?:\[[^\[\]]*\])? ?\{{? ?\Z|\}}\s?\{{\s?\Z"  # ±5, \sqrt[3]{2}
-    r"|[-−—]\s?[-−—({\[]\s?\Z"  # -(5), --5
-    r"|\d\s+(?:over|point)\s+\Z|\d to the (?:power )?(?:of )?\Z"
+    r"|\\frac ?(?:\{[^{}]*\}|\d ?\{) ?\Z|[\d.]\(\Z"  # \frac{1}2, 0.(6)
+    r"|[-−—]\s?(?:\\[a-zA-Z]+\s?)?\$?[({\[]\s?\Z|[-−—]\s?[-−—]\s?\Z|\|[-−]\Z"  # -(5), --5, |-5|
+    r"|[-−—]\s?[*`\"']{1,3}\Z"  # -**5**
+    r"|\d\s+\\?(?:over|point)\s+\Z|\d to the (?:power )?(?:of )?\Z"
     rf"|\d[ -]{_SCALED},?\s+(?:and\s+)?\Z"  # 5 million 300
 )
 _CONTINUED = re.compile(
-    r"[.,'_:·]\d|/ ?\d|[_^]|\)\s?\^| ?(?:π|√|\\sqrt|\\frac|‰|‱)|[xX][0-9a-fA-F]{2}"
+    r"[.,'_:·]\d|/ ?[\d({]|[_^₀-₉\u0304\u0305\u0307]|[)}]\s?\^|[xX][0-9a-fA-F]{2}"
+    rf"| ?(?:[{units.CJK_AMOUNTS}π√‰‱]|\\sqrt|\\frac)|.{{0,20}}\bbelow (?:zero|freezing)"
 )
 _LIST = re.compile(r"(?<![\d.,])\d{1,2}(?:,\d{1,2})+,\Z")  # 1,2,3 is no number
 _LAKHS = re.compile(r"(?<![\d.,])\d{1,2}(?:,\d\d)+,\Z")  # 1,00,000 may be one
@@ -257,14 +267,28 @@ def _in_sentence(body: re.Match[str], before: str, text: str) -> Fraction | None
     is_after_comma = re.search(r"\d,\Z", before)
     is_list = _LIST.search(before) and not (_LAKHS.search(before) and len(body[0]) == 3)
     is_glued = body[0].startswith(".") and re.search(r"[\w.)]\Z", before)
-    is_one_of_many = " " in body[0] and re.search(r"\d \Z", before)
-    if is_glued or is_one_of_many or (is_after_comma and not is_list):
+    if is_glued or _is_continuation(body, before) or (is_after_comma and not is_list):
         return None
     has_currency = _MONEY_BEFORE.search(re.sub(r"[-+−]\s?\Z", "", before)) is not None
-    is_latex = "$" in after[:12]
+    is_latex = has_currency and "$" in after[:12]
+    if is_latex and _SUFFIX.match(text, body.end()):
+        return None  # `$5 M$`: an amount, or moles
     value, _ = _with_amounts(_value(body), text, body.end(), has_currency and not is_latex)
     factor = _factor(before)
     return None if value is None or factor is None else factor * value
+
+
+def _is_continuation(body: re.Match[str], before: str) -> bool:
+    """Return whether a number may be the rest of another one: 3 and 1/2, 1  000, 5 • 10^3."""
+    is_power_of_ten = body["decimal"] == "10" and len(body[0]) > 2
+    is_part = body["top"] is not None or body["g3"] is not None or body["g5"] is not None
+    is_group = len(body[0]) == 3 and body[0].startswith("0")
+    return bool(
+        (" " in body[0] and re.search(r"\d \Z", before))
+        or (is_power_of_ten and re.search(r"\d[^\w\n]{0,8}(?:\\[a-z]+\s?)?\Z", before))
+        or (is_part and re.search(r"\d(?: and | ?[-&+] ?)\Z", before))
+        or (is_group and re.search(r"\d\s+\Z", before))
+    )
 
 
 def _factor(before: str) -> int | None:

@@ -287,6 +287,40 @@ def test_numbers_in_a_sentence(text, wanted):
     assert (value if value is None else written_numbers.to_text(value)) == wanted
 
 
+PECULIAR = {
+    "5000": ["5 • 10^3", r"5 \ast 10^3", "5 10^3", "5 e3", "5E+3", "5 grand", "$5k"],
+    "1500": ["1.5  ×  10^3", r"1.5 \times {10}^{3}", "1.5×10^{+3}"],
+    "1000": ["1  000", "{10}^{3}"],
+    "1234567": [r"1,234\,567", "1.234.567", "12,34,567"],
+    "1000.5": ["1.000,5", "1 000,5", "1'000.5"],
+    "-5": ["-$(5)", r"-\left(5\right)", r"-\boxed{5}", "-**5**", "- **5**", "-`5`", "-US $5"]
+    + ["-MX$5", "-SEK 5", "&minus;5", r"\textminus 5", "$-$5", r"\text{−}5", r"-\ 5", "- $ 5"]
+    + ["5 below zero", "5 degrees below zero", "(−5)", "-5 °C"],
+    "5": ["|-5|", "USD5", "5USD", "$ 5", "5m", "5 m s^{-1}", "5 kg·m/s²"],
+    "0.5": ["1∕2", r"\frac{1}2", r"\frac1{2}", r"\nicefrac{1}{2}", r"{1 \over 2}", "1 half"],
+    "0.75": ["{3}/{4}", "3 quarters", r"\frac{ 3 }{ 4 }"],
+    "3.5": ["3 and 1/2", "3-1/2", "3-½", "3 and a half"],
+    "2/3": ["0.(6)", r"0.\dot{6}", r"0.\overline{6}", "0.6\u0305"],
+    "1500000": ["1.5 mil", "1.5 mln", "$1.5m", "$1.5 MM", "1.5 millones"],
+    "50000": ["5万", "5 万人民币"],
+    "5000300": ["5 million 300", "5 million and 300"],
+    "27": ["2 dozen and 3"],
+    "0.0005": ["5 ten-thousandths"],
+}
+
+
+@pytest.mark.parametrize("wanted", PECULIAR)
+def test_peculiar_forms_are_read_as_themselves_or_not_at_all(wanted):
+    value, texts = Fraction(wanted), PECULIAR[wanted]
+    found = {text: written_numbers.read(text) for text in texts}
+    found |= {
+        one.format(text): written_numbers.last(one.format(text))
+        for text in texts
+        for one in SENTENCES
+    }
+    assert {text: one for text, one in found.items() if one not in (None, value)} == {}
+
+
 def test_one_value_has_one_text():
     for text in ("0.1", "-0.001", "12", "-5.5", "1000000", "1/3", "-2/7", "0", "0.0625"):
         assert written_numbers.to_text(Fraction(text)) == text
