@@ -28,7 +28,7 @@ _SYNONYMS = {
     "prompt": ("question", "problem", "query", "instruction", "input", "messages", "text"),
     "answer": ("ground_truth", "solution", "final_answer", "target", "label", "expected", "gold"),
 }
-_CONVERSATIONS = ("messages", "conversations", "conversation")  # prompts where no column is named
+_CONVERSATIONS = ("messages", "conversations", "conversation")  # prompts by default
 _MAX_NAMES = 40  # of columns, in messages
 
 
