@@ -21,7 +21,7 @@ from typing import IO
 
 START_S = 120  # for the imports of a new child, on a busy machine
 _SIZE_BYTES = 8  # of the length before each part; a part of length 0 ends an answer
-_BEGUN = b"\1"  # before the parts of an answer: the child has read the request
+_STARTED = b"\1"  # before the parts of an answer: the child has read the request
 _HOME = str(Path(__file__).resolve().parents[1])
 _PASSED_ON = frozenset(  # variables that imports need; others may be secrets
     "PATH HOME TMPDIR TZ LANG LANGUAGE LC_ALL LC_CTYPE LD_LIBRARY_PATH DYLD_LIBRARY_PATH "
@@ -55,12 +55,12 @@ class Child:
     def _call(self, request: bytes, *, is_again: bool) -> list[bytes]:
         process = self._process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
-        has_begun = False
+        has_started = False
         try:
             process.stdin.write(len(request).to_bytes(_SIZE_BYTES, "little") + request)
             process.stdin.flush()
             # it ends by itself at the deadline, so reading needs none
-            has_begun = _exactly(process.stdout, len(_BEGUN)) == _BEGUN
+            has_started = _exactly(process.stdout, len(_STARTED)) == _STARTED
             parts = list[bytes]()
             while size := int.from_bytes(_exactly(process.stdout, _SIZE_BYTES), "little"):
                 parts.append(_exactly(process.stdout, size))
@@ -68,7 +68,7 @@ class Child:
         except OSError as error:
             self.close()
             status = process.returncode
-            if has_begun and (is_again or status != -signal.SIGKILL):
+            if has_started and (is_again or status != -signal.SIGKILL):
                 raise ChildEnded from error
             if is_again:
                 raise OSError(
@@ -140,7 +140,7 @@ def serve(prepare: Callable[[], Callable[[bytes], Iterable[bytes]]]) -> None:
     while size := requests.read(_SIZE_BYTES):
         request = requests.read(int.from_bytes(size, "little"))
         signal.alarm(deadline_s)
-        answers.write(_BEGUN)
+        answers.write(_STARTED)
         answers.flush()
         for part in answer(request):
             if part:

@@ -13,7 +13,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)  # OW
 
 def install_hint(extra: str, root: Path = _ROOT) -> str:
     """Return the command that installs the packages of an extra: in a checkout, or for a wheel."""
-    if not (root / "pyproject.toml").is_file():  # a wheel; it says what its extras need
+    if not (root / "pyproject.toml").is_file():  # a wheel names the packages of its extras
         try:
             lines = importlib.metadata.requires(DISTRIBUTION) or ()
         except importlib.metadata.PackageNotFoundError:

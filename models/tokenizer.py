@@ -140,12 +140,12 @@ class Tokenizer:
         """
         if not self.has_chat_template:
             return frozenset()
-        asked, _ = self._example
+        question, _ = self._example
         named = {text for name, text in self.specials.items() if name in self.chat_template}
         return frozenset(
             token.content
             for i, token in self.rules.get_added_tokens_decoder().items()
-            if token.content in asked
+            if token.content in question
             or i in self.eos_token_ids
             or (token.special and (token.content in named or token.content in self.chat_template))
         )
@@ -153,12 +153,12 @@ class Tokenizer:
     def is_rendered(self, text: str) -> bool:
         """Return whether a text is a conversation in the chat template, up to the answer's start.
 
-        It begins with a mark and ends as the template ends for a response.
+        It starts with a mark and ends as the template ends for a response.
         """
         if not text.startswith(tuple(self.chat_marks)):
             return False
-        asked, prompt = self._example
-        end = prompt.removeprefix(asked).strip()
+        question, prompt = self._example
+        end = prompt.removeprefix(question).strip()
         return bool(end) and text.rstrip().endswith(end)
 
     @functools.cached_property

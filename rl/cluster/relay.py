@@ -91,9 +91,9 @@ class Relay:
 
 
 def _is_own(client: socket.socket) -> bool:
-    """Return whether a connection is of this process, in which jax's client runs."""
-    found = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(found)
+    """Return whether a connection comes from this process, which has jax's client."""
+    peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(peer)
     return (pid, uid) == (os.getpid(), os.geteuid())
 
 

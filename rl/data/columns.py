@@ -31,7 +31,7 @@ _SYNONYMS = {
     "answer": ("ground_truth", "solution", "final_answer", "target", "label", "expected", "gold"),
 }
 _MIN_PLAIN = 1e-15  # smaller numbers have an exponent as text
-_CONVERSATIONS = ("messages", "conversations", "conversation")  # prompts where no column is named
+_CONVERSATIONS = ("messages", "conversations", "conversation")  # prompts by default
 _MAX_NAMES = 40  # of columns, in messages
 
 

@@ -115,11 +115,11 @@ def is_rendered(tokenizer: Tokenizer, example: Example, config: TaskConfig) -> b
 
 
 def _check_marks(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> None:
-    """Raise ValueError for a message that would end its own turn."""
+    """Raise ValueError for a message that would end its turn."""
     for message in messages:
-        if found := sorted(mark for mark in tokenizer.chat_marks if mark in message["content"]):
+        if marks := sorted(mark for mark in tokenizer.chat_marks if mark in message["content"]):
             raise ValueError(
-                f"a message of the role {message['role']} holds {found[0]!r}, which marks turns in "
+                f"a message of the role {message['role']} holds {marks[0]!r}, which marks turns in "
                 "the chat template, so that it would end its turn: expected the message alone; "
                 'texts that are rendered already need Task.chat="messages"'
             )

@@ -119,9 +119,9 @@ def fallback(
         )
     if backend != "cpu" or not (nodes or plugins):
         return None
-    there = f", though {nodes[0]} is there" if nodes else ""
+    though = f", though {nodes[0]} is there" if nodes else ""
     why = f"{_error_of(plugins)}; {_fix(plugins)}" if plugins else INSTALL
-    return f"this runs on the CPU{there}: {why}, or set JAX_PLATFORMS=cpu if the CPU is meant"
+    return f"this runs on the CPU{though}: {why}, or set JAX_PLATFORMS=cpu if the CPU is meant"
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
