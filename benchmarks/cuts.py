@@ -44,9 +44,9 @@ def random_rows(num_rows: int, vocab_size: int, rng: np.random.Generator) -> Row
     ties = kind_R == 1
     logits_RV[ties] = np.round(logits_RV[ties])
     top_p_R = np.ones(num_rows, np.float32)
-    top_p_R[kind_R == 2] = rng.choice(np.float32([0.7, 0.9, 0.95]), (kind_R == 2).sum())
+    top_p_R[kind_R == 2] = rng.choice([0.7, 0.9, 0.95], (kind_R == 2).sum())
     edges = kind_R == 3
-    descending = np.float64(-np.sort(-logits_RV[edges], axis=1))
+    descending = -np.sort(-logits_RV[edges], axis=1).astype(np.float64)
     share = np.cumsum(np.exp(descending - descending[:, :1]), axis=1)
     share /= share[:, -1:]
     likeliest = rng.integers(1, vocab_size // 2, len(share))
@@ -74,8 +74,10 @@ def trained(rows: Rows, tokens_R: jax.Array) -> jax.Array:
         return x.reshape(TRAINING_ROWS, -1, *x.shape[1:])
 
     def total(logits_BCV: jax.Array) -> tuple[jax.Array, jax.Array]:
-        given = in_batch(tokens_R), *map(in_batch, rows.processing.broadcast(tokens_R.shape))
-        logprobs_BC, _ = sampling.log_probs(logits_BCV, *given, axes=axes)
+        temperature, top_k, top_p = map(in_batch, rows.processing.broadcast(tokens_R.shape))
+        logprobs_BC, _ = sampling.log_probs(
+            logits_BCV, in_batch(tokens_R), temperature, top_k, top_p, axes
+        )
         return jnp.sum(logprobs_BC), logprobs_BC
 
     logits_BCV = constrain(in_batch(rows.logits_RV), axes[0], None, axes[1])

@@ -106,7 +106,7 @@ def _found(
     else:
         given = logits_XV, processed_XV, mass, tokens_X, one_X
         logprob_X, _ = sampling.given_log_probs(*given)
-    return Found(*draws, logprob_X, _bits(hidden_XD), _bits(logits_XV))
+    return Found(draws[0], draws[1], logprob_X, _bits(hidden_XD), _bits(logits_XV))
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="cache")

@@ -187,6 +187,6 @@ def cuts(arguments: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     parts = {"passes": passes, "runs": runs, "cuts": cuts}
-    flags = {"groups": 4, "policy": Path(), "steps": 20}
+    flags: dict[str, Any] = {"groups": 4, "policy": Path(), "steps": 20}
     flags |= {"rows": 200_000, "vocabularies": CUT_VOCABULARIES}
     environment.run(__doc__, parts, environment.TRAINING, **flags)

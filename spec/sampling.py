@@ -123,17 +123,13 @@ def _apart(x: jax.Array) -> jax.Array:
     On CPUs a library computes reductions with the elementwise operations beside them, in some
     programs; its exp and log have other bits than XLA's.
     """
-    return jnp.where(x < jnp.inf, x, x + x)
-
-
-def _top(logits_V: jax.Array) -> jax.Array:
-    """Return the largest logit of each row, which is exact in any order."""
-    return _apart(jnp.max(logits_V, axis=-1))
+    return jnp.where(x == x, x, jnp.nan)
 
 
 def _whole_masses(logits_V: jax.Array) -> jax.Array:
     """Return e^(logit − top) as whole numbers of 2⁻³⁰; uint32 [..., V]."""
-    mass_V = jnp.exp(logits_V - _top(logits_V)[..., None])
+    top = _apart(jnp.max(logits_V, axis=-1))
+    mass_V = jnp.exp(logits_V - top[..., None])
     return jnp.round(mass_V * np.float32(WHOLE_MASS)).astype(jnp.uint32)
 
 
@@ -244,7 +240,7 @@ def _log_total(mass_C: jax.Array, vocab_size: int, rows_axis: str) -> jax.Array:
     # gathered, then cut: XLA fails to partition the other order if the cut splits a part
     mass_C = constrain(mass_C, *rows, None)
     mass_C = mass_C[..., : -(-vocab_size // block_tokens(vocab_size))]  # the rest is padding
-    return _apart(jnp.log(sum_in_order(mass_C)))
+    return jnp.log(sum_in_order(mass_C))
 
 
 class Masses(NamedTuple):
@@ -258,7 +254,7 @@ class Masses(NamedTuple):
 
 def masses(logits_V: jax.Array, axes: Axes = ROLLOUT_AXES) -> Masses:
     """Return the masses of processed logits [..., V]."""
-    top = _top(logits_V)
+    top = jnp.max(logits_V, axis=-1)
     mass_CW, mass_C = _blocks(jnp.exp(logits_V - top[..., None]), axes)
     return Masses(mass_CW, mass_C, top, _log_total(mass_C, logits_V.shape[-1], axes[0]))
 
@@ -368,7 +364,8 @@ def log_probs(
     kept_V = (cut_V > -jnp.inf) | given_V
     masked_V = jnp.where(kept_V, raw_V, -jnp.inf)
     top, log_total = _normalizer(masked_V, axes)
-    token_logprob = jnp.sum(jnp.where(given_V, raw_V, 0.0), axis=-1) - top - log_total
+    raw = _apart(jnp.sum(jnp.where(given_V, raw_V, 0.0), axis=-1))  # from `log_total`'s log
+    token_logprob = raw - top - log_total
     logprob_V = jnp.where(kept_V, raw_V - (top + log_total)[..., None], 0.0)
     entropy = -jnp.sum(jnp.where(kept_V, jnp.exp(logprob_V) * logprob_V, 0.0), axis=-1)
     return token_logprob, entropy
