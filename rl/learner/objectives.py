@@ -180,7 +180,7 @@ NETWORKS = {
 def target_logprobs(
     params: Params, data: Sequence[Datum], drawn: DrawnResponses, shape: Shape, recipe: TrainSpec
 ) -> list[np.ndarray]:
-    """Return the log-probs of the targets of data, float32 [T]. Raises ValueError, also for NaN."""
+    """Return the log-probs of each datum's targets, float32 [T]; ValueError if they are NaN."""
 
     def run(batch: MicroBatch) -> jax.Array:
         return logprobs.token_logprobs(params, batch, recipe=recipe)[0]
