@@ -28,7 +28,7 @@ import numpy as np
 from models.tokenizer import Tokenizer
 from rl.cluster.processes import ALONE, Diverged, Processes
 from rl.data.tasks import Example
-from rl.engine.stats import CachedCounts, EngineStats, RoundRecord, joined
+from rl.engine.stats import CachedCounts, EngineStats, PoolCounts, RoundRecord, joined
 from rl.engine.worker_record import WorkerEvent, WorkerPart, moved
 from rl.learner.advantages import informative_groups
 from rl.rewards.process import RewardWorkerError
@@ -320,7 +320,7 @@ def failures_text(scores: Sequence[Score]) -> str:
 
 _CLASSES = (
     *(Part, Responses, Trajectory, FinishReason, SamplingConfig, Score, EngineStats),
-    *(CachedCounts, RoundRecord, WorkerPart, WorkerEvent, collections.Counter),
+    *(CachedCounts, PoolCounts, RoundRecord, WorkerPart, WorkerEvent, collections.Counter),
     *(np.ndarray, np.dtype),
 )
 _KNOWN = {(kind.__module__, kind.__qualname__) for kind in _CLASSES} | {

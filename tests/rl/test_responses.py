@@ -11,7 +11,7 @@ import pytest
 
 from rl import responses
 from rl.cluster.processes import ALONE, Diverged, Processes
-from rl.engine.stats import CachedCounts, EngineStats, RoundRecord
+from rl.engine.stats import CachedCounts, EngineStats, PoolCounts, RoundRecord
 from rl.responses import UNSCORED, Part, Partition, PeerFailed, Responses, read_part
 from rl.rewards.process import RewardWorkerError
 from rl.rewards.scores import Score
@@ -67,7 +67,8 @@ def counts(request_ids: list[int]) -> EngineStats:
         cached_nodes=3,
         prompt_tokens=9,
     )
-    stats = EngineStats(1, len(ids), 9, 0, CachedCounts(2, 1, 10, 7), timeline=[record])
+    pool = PoolCounts(30, 20, 2)
+    stats = EngineStats(1, len(ids), 9, 0, CachedCounts(2, 1, 10, 7), timeline=[record], pool=pool)
     stats.drafted_by_source[2], stats.accepted_by_source[2] = 6, 4
     stats.rounds[8, 16, 64] = 1
     return stats
@@ -123,6 +124,7 @@ def test_counts_of_the_processes_add_up() -> None:
     for stats in (first.stats, second.stats):
         assert stats.tokens == GROUPS * SIZE
         assert stats.cached == CachedCounts(4, 2, 20, 14)
+        assert stats.pool == PoolCounts(60, 40, 4)
         assert stats.rounds == {(8, 16, 64): 2}
         assert stats.drafted_by_source[2] == 12 and stats.accepted_by_source[2] == 8
         by_process = [sorted(r.request_ids_A.tolist()) for r in stats.timeline]
