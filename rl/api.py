@@ -161,7 +161,7 @@ class Policy:
         return twin
 
     def _fresh(self, trained: Params) -> TrainState:
-        """Return a state in which the optimizer has not taken a step."""
+        """Return a state whose optimizer has not taken a step."""
         recipe = self._learner.recipe
         return init_state(trained, make_optimizer(recipe.optimizer, recipe.total_steps))
 

@@ -182,7 +182,7 @@ def _with_imported(path: Path) -> list[Path]:
 
 
 def _imported(file: Path, folder: Path) -> list[Path]:
-    """Return where the modules that a file imports would be; nothing if it is no Python."""
+    """Return the paths that a file imports modules from; none if it is no Python."""
     if file.stat().st_size > MAX_SOURCE_BYTES:
         return []
     try:

@@ -96,7 +96,7 @@ def _flipped(bits: jax.Array) -> jax.Array:
 
 
 def _threshold(values_V: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Return the largest x for which `is_enough(values ≥ x)`, by 32 bisections of float32."""
+    """Return the largest x with `is_enough(values ≥ x)`, by 32 bisections of float32."""
 
     def ordered(x: jax.Array) -> jax.Array:
         x = jnp.where(x == 0, 0.0, x)  # −0 is 0
@@ -120,7 +120,7 @@ def _threshold(values_V: jax.Array, is_enough: Callable[[jax.Array], jax.Array])
 def _apart(x: jax.Array) -> jax.Array:
     """Return x by a select, which parts what XLA would fuse.
 
-    On CPUs a library computes reductions with the elementwise operations beside them, in some
+    On CPUs a library computes reductions with the elementwise operations before them, in some
     programs; its exp and log have other bits than XLA's.
     """
     return jnp.where(x == x, x, jnp.nan)

@@ -29,7 +29,7 @@ NORMALISATIONS: dict[str, tuple[Normalisation, ...]] = {
 
 
 MAX_RATE = 1000.0  # Adam changes each weight by about the rate
-MAX_BETA = 1 - 2.0**-20  # of float32, in which 1 − β and 1 − β^t are computed
+MAX_BETA = 1 - 2.0**-20  # 1 − β and 1 − β^t are computed in float32
 MIN_EPS = 1e-20  # squares of smaller gradients are 0 in float32: they are divided by it
 
 

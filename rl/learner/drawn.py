@@ -59,7 +59,7 @@ class DrawnResponses:
     def note(self, prompt: Any, tokens: Any, logprobs: Any, sampling: SamplingConfig) -> None:
         """Remember a response and its log-probs; the oldest ones make room.
 
-        One of the policy's own distribution, a datum's default, only beside others.
+        A response of the policy's plain distribution, a datum's default, only if others are kept.
         """
         response = _Response(np.array(tokens, np.int32), np.array(logprobs, np.float32), sampling)
         if not (response.is_processed or self._num_processed):

@@ -306,7 +306,7 @@ class Service:
     def _queue(self, body: Mapping[str, Any], run: Callable[[Policy], Result]) -> Record:
         """Queue an operation, which checks the other fields of its body in its turn.
 
-        A client goes on with the next number after a 400: the rest would wait for this one.
+        A client sends the next number after a 400: later operations would wait for this one.
         """
         return self._in_turn(field(body, "model_id", str), number(body, "seq_id"), run)
 

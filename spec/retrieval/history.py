@@ -113,7 +113,7 @@ class GrowingHistory:
         return [(self._forest, self._trees)]
 
     def begin(self, prompt: Sequence[int], num_requests: int) -> int:
-        """Return the group of requests that begin."""
+        """Return the group of new requests."""
         ids = np.asarray(prompt, np.int32)
         key = hashlib.sha256(ids.tobytes()).digest()
         if key not in self._numbers:
