@@ -80,7 +80,7 @@ def compare_chats(count: int, folder: Path) -> dict[str, int]:
         text = theirs.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
         equal["equal_transformers"] += ids == list(encoded["input_ids"])
         equal["equal_tokenizers"] += ids == raw.encode(text, add_special_tokens=False).ids
-        equal["decoded"] += ours.decode(ids, skip_end=False) == text
+        equal["decoded"] += ours.decode(ids, skip_ends=False) == text
     return equal
 
 

@@ -84,14 +84,14 @@ class Tokenizer:
                 raise ValueError("expected whole characters, got half of a surrogate pair")
             return self.rules.encode(text, add_special_tokens=add_special_tokens)
 
-    def decode(self, ids: Iterable[int], skip_end: bool = True) -> str:
+    def decode(self, ids: Iterable[int], skip_ends: bool = True) -> str:
         """Return the text of ids, special tokens and spaces included; ValueError if rules fail.
 
-        An end token is left out if it is the last one, and `skip_end`. Any other token is text
+        An end token is left out if it is the last one, and `skip_ends`. Any other token is text
         that the policy wrote, padding and unknown tokens included.
         """
         tokens = [int(i) for i in ids]
-        if skip_end and tokens and tokens[-1] in self.eos_token_ids:
+        if skip_ends and tokens and tokens[-1] in self.eos_token_ids:
             tokens.pop()
         with _as_value_error(f"the tokenizer cannot decode {shown(tokens, 40)}"):
             return str(self.rules.decode(tokens, skip_special_tokens=False))

@@ -81,7 +81,7 @@ def _print_prompt(config: TrainConfig, inputs: Inputs) -> None:
     first = inputs.task[0]
     ids = inputs.encode(first, config.task)
     say(f"# first prompt  {len(ids)} tokens, answer {str(first.answer)[-100:]!r}; its text:")
-    text = inputs.tokenizer.decode(ids, skip_end=False)
+    text = inputs.tokenizer.decode(ids, skip_ends=False)
     if len(text) > _SHOWN_CHARACTERS:
         half = _SHOWN_CHARACTERS // 2
         text = f"{text[:half]} … {text[-half:]}"

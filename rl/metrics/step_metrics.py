@@ -100,7 +100,7 @@ def sample_rows(
         {
             "example_id": examples[t.group_id].example_id,
             "sample_index": t.sample_index,
-            "prompt": tokenizer.decode(t.prompt_ids.tolist(), skip_end=False),
+            "prompt": tokenizer.decode(t.prompt_ids.tolist(), skip_ends=False),
             "completion": completion,
             "answer": examples[t.group_id].answer,
             "reward": score.total,

@@ -103,7 +103,7 @@ def test_ids_of_conversations_are_those_of_the_file(chatml_folder):
         text = theirs.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
         assert ids == file.encode(text, add_special_tokens=False).ids
         assert ids.count(1) == len(messages) + prompt  # <|im_start|> is one token a turn
-        assert ours.decode(ids, skip_end=False) == text
+        assert ours.decode(ids, skip_ends=False) == text
         assert ours.encode(text) == ids
 
 
@@ -269,7 +269,7 @@ def test_ids_are_those_of_the_file_whatever_class_is_named(make, name, tmp_path)
     for text in TEXTS:
         ids = file.encode(text, add_special_tokens=False).ids
         assert ours.encode(text) == ids
-        assert ours.decode(ids, skip_end=False) == file.decode(ids, skip_special_tokens=False)
+        assert ours.decode(ids, skip_ends=False) == file.decode(ids, skip_special_tokens=False)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_all_special_tokens_but_the_end_are_in_the_text(tmp_path):
     assert ours.decode(ids) == text
     assert ours.decode(ids[:-1]) == text.removesuffix("<end>")
     assert ours.decode(ids[:-2]) == text.removesuffix("<end>")  # cut off: it ends in padding
-    assert ours.decode(ids, skip_end=False) == f"{text}<turn>"
+    assert ours.decode(ids, skip_ends=False) == f"{text}<turn>"
     assert ours.decode([*ids, *ours.encode("漢")[:1]]) == f"{text}<turn>\ufffd"
     assert ours.decode([]) == ""
 

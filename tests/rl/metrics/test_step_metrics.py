@@ -19,8 +19,8 @@ from rl.trajectory import FinishReason
 class Letters:
     """Decodes 0 as a, 1 as b and so on; 9 is special."""
 
-    def decode(self, ids, skip_end=True):
-        ids = ids[:-1] if skip_end and ids and ids[-1] == 9 else ids
+    def decode(self, ids, skip_ends=True):
+        ids = ids[:-1] if skip_ends and ids and ids[-1] == 9 else ids
         return "".join("abcdefghi$"[i] for i in ids)
 
 
