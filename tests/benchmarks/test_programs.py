@@ -20,6 +20,7 @@ SMALLEST = {
     "rounds": "--slots 2 --positions 160 --repeats 1",
     "compare": f"--batches 2 --repeats 1 --choosing_repeats 1 {BATCH}",
     "simulator.reproduction": "--experiments tlt --seeds 2 --processes 1",
+    "exploration": "--prompts 5 --seeds 1",
     "soak": "pages --count 20",
 }
 
