@@ -46,8 +46,10 @@ class Worker:
         """Queue a request for samples; `finish` makes the result of them."""
         key = object()
 
-        def done(samples: list[Sample]) -> None:
+        def done(samples: list[Sample] | Exception) -> None:
             del self._sampling[key]
+            if isinstance(samples, Exception):
+                return self._deliver(on_result, self._failure(samples))
             self._deliver(on_result, self._result(lambda: finish(samples)))
 
         def job() -> None:
