@@ -68,15 +68,22 @@ class Policy:
 
 
 class Stream:
-    """A stream whose requests end at once, without samples."""
+    """A stream whose requests end in the next step, without samples."""
 
-    has_work = False
+    def __init__(self) -> None:
+        self._waiting: list[Any] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting)
 
     def add(self, request: Any, on_finish: Any) -> None:
-        on_finish([])
+        self._waiting.append(on_finish)
 
     def step(self) -> None:
-        """There is no work."""
+        waiting, self._waiting = self._waiting, []
+        for on_finish in waiting:
+            on_finish([])
 
     def close(self) -> None:
         """There is nothing to close."""
