@@ -126,7 +126,7 @@ def test_drafts_change_no_token(policy, stream, drafting):
     """Of siblings in one request and in several, of earlier responses, and of another adapter."""
     samplers = [policy.sampler(), moved(policy, 1)]
     sampling = SamplingConfig(max_new_tokens=14)
-    for turn in range(3):
+    for turn in range(6):
         requests = [
             SampleRequest(
                 samplers[i % 2], (1, 2, 3, 4 + i // 4), 1 + i % 3, sampling, f"{turn}.{i}"
