@@ -110,7 +110,7 @@ def _dro(logp_EM: jax.Array, x: DatumInputs, settings: LossSettings) -> jax.Arra
 # gradient the one of log p.
 #
 # Sources of the defaults: ppo and cispo (no lower bound, as in its paper), Tinker's tutorial 202,
-# "Loss Functions"; dro, Tinker's page "Loss Functions"; gspo, its paper, section 5.1.
+# "Loss Functions"; dro, the example there; gspo, its paper, section 5.1.
 LOSSES: Mapping[str, Loss] = {
     "cross_entropy": Loss(_cross_entropy, has_ratio=False),
     "importance_sampling": Loss(_importance_sampling),
