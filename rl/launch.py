@@ -25,12 +25,12 @@ from rl.gin.loader import dump, load
 from rl.inputs import open_inputs
 from rl.ray_trainers import COMMAND, Start, StoppedAtOnce, Trainer, run_trainers
 from rl.runtime import host_memory
+from rl.runtime.devices import keep_order
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 from rl.runtime.progress import say
 from rl.runtime.run_files import CONFIG_FILE
 from rl.runtime.signals import leave, stop_signals
 from rl.runtime.waits import ProgramLost
-from rl.setup import keep_order
 
 LAST_LINES = 40  # of a process that fails without an error message
 
@@ -144,7 +144,7 @@ def main(orders: BinaryIO) -> int:
     threading.Thread(target=_stop_at_end, args=(orders,), name="launcher", daemon=True).start()
     try:
         config = _config(start)
-        keep_order(config)
+        keep_order(config.numerics.same_bits)
         folder = Path(config.run.directory or "").absolute()
         before = load(TrainConfig, [folder / CONFIG_FILE]) if start.resume else None
         inputs = open_inputs(config)

@@ -13,15 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax._src import xla_bridge  # no public name for it
 from jax.sharding import Mesh
 
-from models import (
-    hf,
-    lora,
-    sum_in_order_on_accelerators,
-    sums_in_order_on_accelerators,
-)
+from models import hf, lora
 from models.config import ModelConfig
 from models.folder import Folder
 from models.layout import axis_ways
@@ -370,22 +364,6 @@ def engine_mesh(
     return rollout_mesh(devices_here, model.num_kv_heads, ways, tensor)
 
 
-def keep_order(config: TrainConfig) -> None:
-    """Give accelerators one order of sums if passes must find the same bits.
-
-    Call it before the first device is opened, since XLA reads its flags once. Raises ValueError if
-    one on an accelerator is open.
-    """
-    if config.numerics.same_bits is not True or sums_in_order_on_accelerators():
-        return
-    if xla_bridge.backends_are_initialized() and platform_in_use() != "cpu":
-        raise ValueError(
-            "Numerics.same_bits=True: expected to open the devices, got ones that this program has "
-            "opened before with other flags of XLA; fix: open the policy before other calls of jax"
-        )
-    sum_in_order_on_accelerators()
-
-
 def open_mesh(
     config: TrainConfig, model: ModelConfig, *, own: bool = False
 ) -> tuple[Mesh | None, str | None]:
@@ -394,7 +372,7 @@ def open_mesh(
     Every program that opens a policy calls this before it loads weights. `own`: engines have this
     process's devices. Raises ValueError.
     """
-    keep_order(config)
+    devices.keep_order(config.numerics.same_bits)
     mesh = run_mesh(config)
     engine_mesh(config, model, mesh, own=own)
     return mesh, check_bits(config, model, mesh)

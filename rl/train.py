@@ -27,7 +27,6 @@ from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
 from rl.runtime.run_files import CHECKPOINTS, CONFIG_FILE
 from rl.runtime.signals import leave
-from rl.setup import keep_order
 from rl.unused_settings import unused_settings
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"
@@ -90,7 +89,7 @@ def _checked(
     Prints the changes and warnings. Raises ValueError, OSError or ImportError.
     """
     config, before = _resolve(args.gin_file or [], overrides, resume=args.resume)
-    keep_order(config)
+    devices.keep_order(config.numerics.same_bits)
     _refuse_open_sizes_of_several(config)
     if not args.resume:
         config.cluster.refuse_unused()

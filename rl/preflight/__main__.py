@@ -26,10 +26,10 @@ from rl.gin.command_line import config_parser, parse_command_line
 from rl.gin.loader import load
 from rl.preflight import targets
 from rl.rewards.config import validate
+from rl.runtime.devices import keep_order
 from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
 from rl.runtime.run_files import resolve_path
-from rl.setup import keep_order
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"  # as of rl.train
 SHIPPED = Path("configs/real")  # shapes of published policies
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         check_sections(config, model)
         validate(config.reward)
         targets.prepare(target)
-        keep_order(config)
+        keep_order(config.numerics.same_bits)
         return _preflight(config, model, target, args)
     except (ValueError, OSError, ImportError) as error:
         say(f"error: {error}", sys.stderr)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import models
 from models.hints import install_hint
 
 if TYPE_CHECKING:
@@ -54,6 +55,25 @@ def found() -> Sequence[jax.Device]:
             f"expected the devices of JAX_PLATFORMS={requested!r}, got none: {why}; "
             f"{_fix(plugins)}, or set JAX_PLATFORMS=cpu"
         ) from error
+
+
+def keep_order(same_bits: bool | str) -> None:
+    """Give accelerators one order of sums if passes must find the same bits (`NumericsConfig`).
+
+    Call it before the first device is opened, since XLA reads its flags once. Raises ValueError if
+    one on an accelerator is open.
+    """
+    if same_bits is not True or models.sums_in_order_on_accelerators():
+        return
+    import jax
+    from jax._src import xla_bridge  # no public name for it
+
+    if xla_bridge.backends_are_initialized() and jax.default_backend() != "cpu":
+        raise ValueError(
+            "Numerics.same_bits=True: expected to open the devices, got ones that this program has "
+            "opened before with other flags of XLA; fix: open the policy before other calls of jax"
+        )
+    models.sum_in_order_on_accelerators()
 
 
 def in_turn(results: T) -> T:

@@ -9,8 +9,10 @@ import os
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
+import models
 from models import sums_in_order_on_accelerators
 from rl import api, evaluate, launch, run_process, serve, setup, train
 from rl.cluster.processes import ALONE
@@ -18,6 +20,7 @@ from rl.config import TrainConfig
 from rl.gin.loader import dump, load
 from rl.preflight import __main__ as preflight
 from rl.ray_trainers import Start
+from rl.runtime import devices
 
 RL = Path(setup.__file__).parent
 TRUE = "--gin.Numerics.same_bits=True"
@@ -98,11 +101,10 @@ def test_policies_are_opened_in_one_place():
 
 
 def test_flags_that_come_too_late_for_an_accelerator_are_refused(monkeypatch):
-    config = load(TrainConfig, [], ["Numerics.same_bits=True"])
-    setup.devices.found()
-    monkeypatch.setattr(setup, "sums_in_order_on_accelerators", lambda: False)
-    monkeypatch.setattr(setup, "platform_in_use", lambda: "cuda")
+    devices.found()
+    monkeypatch.setattr(models, "sums_in_order_on_accelerators", lambda: False)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with pytest.raises(ValueError, match="got ones that this program has opened before"):
-        setup.keep_order(config)
-    monkeypatch.setattr(setup, "platform_in_use", lambda: "cpu")
-    setup.keep_order(config)
+        devices.keep_order(True)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    devices.keep_order(True)
