@@ -382,14 +382,21 @@ def _apart(x: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(x, cpu=jax.lax.optimization_barrier, default=lambda x: x)
 
 
+def finite_values(k_XKh: jax.Array, v_XKh: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return keys and values of new tokens, with values that are finite.
+
+    A key is NaN if its value is not finite, and so is the score of each query that sees it. For all
+    others its weight is 0, and 0 times NaN would be NaN.
+    """
+    is_finite_XKh = jnp.isfinite(v_XKh)
+    is_finite_XK1 = jnp.all(is_finite_XKh, axis=-1, keepdims=True)
+    return jnp.where(is_finite_XK1, k_XKh, jnp.nan), jnp.where(is_finite_XKh, v_XKh, 0)
+
+
 def partial_attention(
     q_BTHh: jax.Array, k_BKhS: jax.Array, v_BKSh: jax.Array, mask_BTS: jax.Array
 ) -> PartialSoftmax:
-    """Return the softmax over these keys; [B, T, H, h] and twice [B, T, H, 1], float32.
-
-    A value that is not finite counts for the queries that see it alone, as a score of NaN: a weight
-    of 0 times NaN would be NaN.
-    """
+    """Return the softmax over these keys; [B, T, H, h] and twice [B, T, H, 1], float32."""
     B, T, H, h = q_BTHh.shape
     K = k_BKhS.shape[1]
     G = H // K
@@ -398,9 +405,6 @@ def partial_attention(
     is_exact = v_BKSh.dtype == jnp.float32
     scores_BKXS = _products(q_BKXh, k_BKhS) * (h**-0.5 * (1.0 if is_exact else LOG2_E))
     mask_BKXS = jnp.repeat(mask_BTS, G, axis=1)[:, None]
-    is_finite_BKSh = jnp.isfinite(v_BKSh)
-    is_finite_BK1S = jnp.all(is_finite_BKSh, axis=-1)[:, :, None]
-    scores_BKXS = jnp.where(is_finite_BK1S, scores_BKXS, jnp.nan)
     scores_BKXS = jnp.where(mask_BKXS, scores_BKXS, NEGATIVE)
     highest_BKX1 = jnp.max(jax.lax.stop_gradient(scores_BKXS), axis=-1, keepdims=True)
     # The returned maximum is a second one: XLA's CPU fuses the first with the weights.
@@ -415,7 +419,7 @@ def partial_attention(
     out_BKXh = jnp.einsum(
         "bkxs,bksh->bkxh",
         weights_BKXS.astype(v_BKSh.dtype),
-        jnp.where(is_finite_BKSh, v_BKSh, 0),
+        v_BKSh,
         precision=precision_of(v_BKSh),
         preferred_element_type=jnp.float32,
     )

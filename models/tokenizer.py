@@ -145,7 +145,7 @@ class Tokenizer:
         return frozenset(
             token.content
             for i, token in self.rules.get_added_tokens_decoder().items()
-            if token.content in question
+            if (token.content.strip() and token.content in question)
             or i in self.eos_token_ids
             or (token.special and (token.content in named or token.content in self.chat_template))
         )

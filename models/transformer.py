@@ -31,6 +31,7 @@ from models.attention import (
     attend_chunks,
     attend_nodes,
     causal_mask,
+    finite_values,
     packed_mask,
 )
 from models.config import Adapted, Layer, LowRank, ModelConfig, Params, ParamSpec, param_specs
@@ -303,6 +304,7 @@ def _cached_layer(
     B = len(start_B)
 
     def look(q_XNHh: jax.Array, k_XNKh: jax.Array, v_XNKh: jax.Array) -> jax.Array:
+        k_XNKh, v_XNKh = finite_values(k_XNKh, v_XNKh)
         nodes = q_XNHh[:B], k_XNKh[:B], v_XNKh[:B]
         held, out_BNHh = cached.append_and_attend(*nodes, start_B)
         seen.append((held, (k_XNKh[B:, 0], v_XNKh[B:, 0])))
@@ -343,7 +345,8 @@ def _nodes_layer(
     M = len(x_X1D) - (0 if chunks is None else chunks.tokens_TC.size)
 
     def look(q_X1Hh: jax.Array, k_X1Kh: jax.Array, v_X1Kh: jax.Array) -> jax.Array:
-        q_XHh, k_XKh, v_XKh = q_X1Hh[:, 0], k_X1Kh[:, 0], v_X1Kh[:, 0]
+        q_XHh = q_X1Hh[:, 0]
+        k_XKh, v_XKh = finite_values(k_X1Kh[:, 0], v_X1Kh[:, 0])
         entries.append((k_XKh, v_XKh))
         nodes, out = (q_XHh[:M], k_XKh[:M], v_XKh[:M]), []
         if M:

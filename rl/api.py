@@ -35,7 +35,7 @@ from models.config import LORA_TARGETS, trained_specs, with_adapters
 from models.lora import cut_to, merge
 from models.lora import init as new_adapter
 from models.transformer import Params
-from rl import identity, run_export, setup
+from rl import adapter_base, identity, run_export, setup
 from rl.checkpoint import reader
 from rl.checkpoint.checkpointer import Checkpointer
 from rl.checkpoint.config import CheckpointConfig
@@ -148,7 +148,7 @@ class Policy:
         inputs, adapter = self._rollouts.inputs, Path(folder)
         with on_mesh(self._mesh):
             twin = self._with(peft_files.read(adapter, self.model, self._mesh))
-        remark = identity.check_base(adapter, inputs.policy, inputs.contents, any_base=any_base)
+        remark = adapter_base.check_base(adapter, inputs.policy, inputs.contents, any_base=any_base)
         if remark:
             say(remark, sys.stderr)
         return twin
@@ -293,7 +293,7 @@ class Policy:
         """
         value, gradients = jax.value_and_grad(loss)([jnp.asarray(x) for x in self.forward(data)])
         linear = [
-            dataclasses.replace(datum, weights=-np.asarray(gradient))
+            dataclasses.replace(datum, weights=-np.asarray(gradient), low=None, high=None)
             for datum, gradient in zip(data, gradients, strict=True)
         ]
         return dataclasses.replace(self.forward_backward(linear), loss=float(value))
@@ -373,7 +373,7 @@ class Policy:
     def export_adapter(self, folder: str | Path) -> None:
         """Write the adapter for `peft`, and for `with_adapter`."""
         inputs, adapter = self._rollouts.inputs, jax.device_get(self._state.params)
-        name, digest = identity.describe_base(inputs.policy, inputs.contents)
+        name, digest = adapter_base.describe_base(inputs.policy, inputs.contents)
         peft_files.write(Path(folder), self.model, adapter, name, digest)
 
     def export(self, folder: str | Path) -> None:

@@ -32,7 +32,7 @@ from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, EagleConf
 SIZES = ("Engine.slots", "Engine.pages", "Trainer.micro_batch_tokens")
 
 
-MAX_STEPS = 10**9
+MAX_STEPS = 2**26 - 1  # noise that reuse renews is named by its step (spec.reuse.rollout_cache)
 MAX_S = 10**9  # of a limit: the operating system takes a few times as much
 MAX_REQUESTS = 2**20  # of a step
 

@@ -10,14 +10,11 @@ import ast
 from collections.abc import Mapping
 from pathlib import Path
 
-from models import digests, peft_files
-from models.hf_files import shown
-from rl import model_card
-from rl.cluster.join import PACKAGES
+from models import digests
 from rl.config import TrainConfig
 from rl.rewards.config import BUILT_IN, split_user_function
 from rl.run_folder import Change
-from rl.runtime.run_files import PROJECT_ROOT, resolve_path
+from rl.runtime.run_files import PACKAGES, PROJECT_ROOT, resolve_path
 
 POLICY = "Policy.directory"
 MAX_IMPORTED = 100  # files that one reward file imports, directly or not
@@ -32,11 +29,14 @@ def contents(config: TrainConfig, policy: Path) -> dict[str, str]:
     ValueError.
     """
     result = policy_contents(policy)
-    for function in config.reward.functions:
+    files_by_name: dict[str, Path] = {}
+    for k, function in enumerate(config.reward.functions):
         if function not in BUILT_IN:
             path, _ = split_user_function(function)
             for file in _with_imported(path):
                 name = file.relative_to(path.parent).as_posix()
+                if files_by_name.setdefault(name, file) != file:
+                    name = f"{k}/{name}"  # another folder has a file of this name
                 result[f"Reward.functions/{name}"] = digests.digest_file(file)
     drafts = {"Drafter.directory": config.drafter.directory} if config.speculation.learns else {}
     if config.speculation.asks_model:
@@ -119,37 +119,6 @@ def _listed(changed: list[Change], max_shown: int = 4) -> str:
     names = ", ".join(change.field for change in changed[:max_shown])
     more = f" and {len(changed) - max_shown} more" if len(changed) > max_shown else ""
     return f"{names}{more} {'has' if len(changed) == 1 else 'have'} other contents"
-
-
-# --- adapters ---------------------------------------------------------------------------
-
-
-def check_base(adapter: Path, policy: Path, policy_files: Contents, *, any_base: bool) -> str:
-    """Return a remark on an adapter whose folder names another policy, or nothing.
-
-    Raises ValueError if the folder has another digest of its base, unless `any_base`.
-    """
-    base, (own, digest) = peft_files.read_base(adapter), describe_base(policy, policy_files)
-    if base.digest == digest:
-        return ""
-    if base.digest and not any_base:
-        raise ValueError(
-            f"{adapter}: the adapter was trained on other weights ({shown(base.name)}) than the "
-            f"ones of {policy}; fix: open the policy that it was trained on, or say any_base=True"
-        )
-    last, names = Path(base.name).name.casefold(), {own, model_card.read_base(policy).name}
-    if not base.digest and last in {"", *(Path(name).name.casefold() for name in names)}:
-        return ""
-    return (
-        f"warning: {adapter} names the base {shown(base.name)}, and the policy is {own}: an "
-        "adapter is right for the weights alone that it was trained on"
-    )
-
-
-def describe_base(policy: Path, policy_files: Contents) -> tuple[str, str]:
-    """Return a policy's name for others (its id on the hub, or its folder's name), and digest."""
-    own = model_card.read_base(policy)
-    return own.hub_id or own.name, base_digest(policy_files)
 
 
 def base_digest(files: Contents) -> str:

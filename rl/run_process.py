@@ -17,7 +17,7 @@ from jax.errors import JaxRuntimeError
 
 from models import lora, peft_files
 from models.hf_files import WeightsError
-from rl import identity, memory, run_export, run_folder
+from rl import adapter_base, identity, memory, run_export, run_folder
 from rl.checkpoint.checkpointer import SaveError
 from rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
 from rl.cluster import join
@@ -244,7 +244,7 @@ class _RunProcess:
         try:
             inputs, text = self.inputs, f"the policy is in {folder / POLICY}"
             if inputs.model.lora is not None:
-                base, digest = identity.describe_base(inputs.policy, inputs.contents)
+                base, digest = adapter_base.describe_base(inputs.policy, inputs.contents)
                 peft_files.write(folder / ADAPTER, inputs.model, params, base, digest)
                 steps, then = config.run.steps, inputs.contents
                 identity.check_policy(steps, then, inputs.policy, is_base=True)

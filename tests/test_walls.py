@@ -73,7 +73,7 @@ RUN = {
     *("run_folder", "run_checkpoint", "run_export", "model_card", "system", "step", "rollouts"),
     *("pipeline", "collected", "responses", "setup", "first_programs", "memory", "drafter_run"),
     *("drafting_run", "ray_run", "launch", "ray_trainers", "disk_plan", "learning_checks"),
-    *("dry_run", "unused_settings", "api", "sampler", "stream", "identity"),
+    *("dry_run", "unused_settings", "api", "sampler", "stream", "identity", "adapter_base"),
 }
 OURS = {*MAY_IMPORT, "benchmarks", "configs", "policies", "tests"}
 CODE = (*MAY_IMPORT, "benchmarks", "policies", "tests")

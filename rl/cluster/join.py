@@ -22,9 +22,9 @@ from models import digests
 from rl.cluster.config import AUTO, ClusterConfig, check
 from rl.cluster.processes import ALONE, Processes, ProcessLost
 from rl.cluster.relay import Relay
+from rl.runtime.run_files import PACKAGES
 
 HERE = Path(__file__).resolve().parents[2]
-PACKAGES = "models", "spec", "sched", "rl"
 MIN_JAX_S = 30  # for jax to start, once all processes have met, and to notice a loss
 POLICY, DRAFT_MODEL = "contents of Policy.directory", "contents of DraftModel.directory"
 NAME = "reprise"

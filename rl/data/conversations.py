@@ -6,6 +6,7 @@ one. It ends with the user's turn, so that no answer of the data is shown to the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -36,9 +37,10 @@ def read_prompt(value: Any, where: str) -> Prompt:
     """Return a text, or messages in `ROLES`. Raises ValueError, which names the row."""
     if isinstance(value, str) and value.strip():
         check_text(value, f"{where}: the prompt", MAX_PROMPT_CHARACTERS)
-        if not _looks_like_messages(value):
+        text = _messages_text(value)
+        if text is None:
             return value
-        value = _parsed(value, where)
+        value = _parsed(text, where)
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         return tuple(_message(item, where) for item in value)
     raise ValueError(f"{where}: the prompt must be {_PROMPT}, got {json.dumps(value):.80}")
@@ -46,8 +48,8 @@ def read_prompt(value: Any, where: str) -> Prompt:
 
 def ends_with_answer(value: Any, where: str) -> bool:
     """Return whether a column's value is a conversation that ends with the assistant's turn."""
-    if isinstance(value, str) and _looks_like_messages(value):
-        value = _parsed(value, where)
+    if isinstance(value, str) and (text := _messages_text(value)) is not None:
+        value = _parsed(text, where)
     last = value[-1] if isinstance(value, list | tuple) and value else None
     return isinstance(last, dict) and _role(last) == "assistant"
 
@@ -56,10 +58,8 @@ def check_last_turn(prompt: Prompt, where: str) -> None:
     """Raise ValueError unless a conversation ends with the user's turn."""
     if isinstance(prompt, str) or (prompt and prompt[-1]["role"] == "user"):
         return
-    raise ValueError(
-        f"{where}: expected a conversation that ends with the user's turn, got "
-        f"{'a system message at its end' if prompt else 'nothing before the answer'}"
-    )
+    last = f"a turn of the {prompt[-1]['role']}" if prompt else "nothing before the answer"
+    raise ValueError(f"{where}: expected a conversation that ends with the user's turn, got {last}")
 
 
 def prompt_key(prompt: Prompt) -> str:
@@ -69,11 +69,18 @@ def prompt_key(prompt: Prompt) -> str:
     return " ".join(" ".join(texts).split()).casefold()
 
 
-def _looks_like_messages(text: str) -> bool:
-    """Return whether a text is brackets around something that has roles and contents."""
+def _messages_text(text: str) -> str | None:
+    """Return the text if it is brackets around something that has roles and contents.
+
+    A text that is quoted as a JSON string, as some exports are, counts without its quotes.
+    """
     bare = text.strip()
+    if len(bare) > 1 and bare[0] == bare[-1] == '"':
+        with contextlib.suppress(ValueError):
+            bare = str(json.loads(bare)).strip()
     is_bracketed = bare[:1] in ("[", "{") and bare[-1:] in ("]", "}")
-    return is_bracketed and bool(_ROLE_KEY.search(bare) and _CONTENT_KEY.search(bare))
+    has_keys = is_bracketed and _ROLE_KEY.search(bare) and _CONTENT_KEY.search(bare)
+    return bare if has_keys else None
 
 
 def _parsed(text: str, where: str) -> Any:

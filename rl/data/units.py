@@ -84,9 +84,11 @@ def without_unit(text: str, *, letters_are_units: bool) -> str:
     if match := _TEXT_UNIT.fullmatch(text):
         inner = _BARE_TEXT.sub(r" \1 ", match[2])
         amounts = _LEADING_AMOUNTS.match(inner)
+        if amounts and _ends_with_power(amounts[0]) and inner[amounts.end() :].strip():
+            return text  # 36 squared units: 36 of them, or 36²
         return match[1] + (f" {amounts[0].strip()}" if amounts else "")
     match = _plain_unit(letters_are_units).fullmatch(text) or _DEGREES.fullmatch(text)
-    if match is None:
+    if match is None or _ends_with_power(match[1]):
         return text
     number = re.sub(rf"[ -]{_AMOUNT}(?![A-Za-z])", "", match[1])
     is_number = not re.search(r"[A-Za-z\\]", _NUMERIC_COMMANDS.sub("", number))
@@ -138,6 +140,14 @@ def is_scale(noun: str) -> bool:
     """Return whether other amounts may follow: `5 hundred million`."""
     name = noun.lower()
     return _PLURALS.get(name, name) in _SCALES
+
+
+def _ends_with_power(text: str) -> bool:
+    return text.split()[-1].lower() in _POWERS
+
+
+def is_power(noun: str) -> bool:
+    return noun.lower() in _POWERS
 
 
 def is_amount(noun: str) -> bool:

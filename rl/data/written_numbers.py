@@ -213,6 +213,8 @@ def _with_amounts(
         noun = _NOUN.match(text, end)
         if noun is None or not (units.is_amount(noun[1]) or noun[1].lower() in units.UNCLEAR):
             break
+        if units.is_power(noun[1]) and _NOUN.match(text, noun.end()):
+            return None, end  # 36 squared units: 36 of them, or 36²
         if (changed := units.times_amount(value, noun[1])) is None:
             return None, end
         value, end = changed, noun.end()
@@ -221,7 +223,7 @@ def _with_amounts(
     return value, end
 
 
-_SUFFIX = re.compile(r"( ?)(k|m|mn|mm|b|t)(?![A-Za-z0-9])", re.IGNORECASE)
+_SUFFIX = re.compile(r"( ?)(k|m|mn|mm|b|t)(?![A-Za-z0-9]|[-&]\w)", re.IGNORECASE)
 _UNIT_SUFFIXES = ("m", "mm", "b", "t")
 _AND_A_PART = re.compile(
     r" and (?:(a half)|(?:an?|one|two|three|four|five|\d+)[ -]?/?(?:half|third|quarter|fourth|"
@@ -233,14 +235,18 @@ _NOUN = re.compile(r"[$*(){}\[\]]{0,3}[ -]{0,3}([^\W\d_]+)")  # also of `$5$ mil
 # --- in a sentence ------------------------------------------------------------------------
 
 _CONTEXT = 60  # characters around a number that decide its meaning
-_INDEX = re.compile(r"(?:(?<=[^\d\s])\^|_)\s?[{(]?\s?[-−+]?\Z")
+# `_` of an index follows a name; others are emphasis, as in `_42_`.
+_INDEX = re.compile(r"(?:(?<=[^\d\s])\^|(?<=[A-Za-z0-9)}\]])_)\s?[{(]?\s?[-−+]?\Z")
+_GLUED = re.compile(r"[A-Za-z]\Z")  # m3, x2
 _COMMANDS = r"\\(?:sqrt|frac|dot|sin|cos|tan|log|ln|exp|binom|overline|bar|p?mod)"
 _SCALED = r"(?:dozen|hundred|thousand|lakh|million|crore|billion|trillion)s?"
 # Before digits that are only a part of a number, or no number by themselves.
 _PARTIAL = re.compile(
-    r"\d[.'_:·^]\Z|[\d)}] ?/ ?[({]?\Z|(?<!\w)0[xXbo]\Z|\d ?[eE][-+−]?\Z"  # 1.000.000, 12:30, 1/2/3
+    # 1.000.000, 12:30, 1/2/3
+    r"\d[.'_:·^]\Z|[\d)}] ?/ ?[({]?\s?[-−+]?\Z|(?<!\w)0[xXbo]\Z|\d ?[eE][-+−]?\Z"
     r"|\d\d[-/]\d\d?[-/]\Z|[.,'_]\d{3} \Z|[\d.]\^\{?[-−+]?\Z"  # 2024-11-29, 3.141 592, 1.5^{2.5}
-    rf"|[±√]\s?\Z|{_COMMANDS} ?(?:\[[^\[\]]*\])? ?\{{? ?\Z|\}}\s?\{{\s?\Z"  # ±5, \sqrt[3]{2}
+    # ±5, \sqrt[3]{2}
+    rf"|[±√]\s?\Z|{_COMMANDS} ?(?:\[[^\[\]]*\])? ?\{{? ?[-−+]?\Z|\}}\s?\{{\s?[-−+]?\Z"
     r"|\\frac ?(?:\{[^{}]*\}|\d ?\{) ?\Z|[\d.]\(\Z"  # \frac{1}2, 0.(6)
     r"|[-−—]\s?(?:\\[a-zA-Z]+\s?)?\$?[({\[]\s?\Z|[-−—]\s?[-−—]\s?\Z|\|[-−]\Z"  # -(5), --5, |-5|
     r"|[-−—]\s?[*`\"']{1,3}\Z"  # -**5**
@@ -248,7 +254,8 @@ _PARTIAL = re.compile(
     rf"|\d[ -]{_SCALED},?\s+(?:and\s+)?\Z"  # 5 million 300
 )
 _CONTINUED = re.compile(
-    r"[.,'_:·]\d|/ ?[\d({]|[_^₀-₉\u0304\u0305\u0307]|[)}]\s?\^|[xX][0-9a-fA-F]{2}"
+    r"[.,'_:·]\d|/ ?[\d({]|\^(?! ?(?:\{ ?)?\\circ)|_[A-Za-z0-9{(]|[₀-₉\u0304\u0305\u0307]"
+    r"|[)}]\s?\^|[xX][0-9a-fA-F]{2}"
     rf"| ?(?:[{units.CJK_AMOUNTS}π√‰‱]|\\sqrt|\\frac)|.{{0,20}}\bbelow (?:zero|freezing)"
 )
 _LIST = re.compile(r"(?<![\d.,])\d{1,2}(?:,\d{1,2})+,\Z")  # 1,2,3 is no number
@@ -267,9 +274,11 @@ def _in_sentence(body: re.Match[str], before: str, text: str) -> Fraction | None
     is_after_comma = re.search(r"\d,\Z", before)
     is_list = _LIST.search(before) and not (_LAKHS.search(before) and len(body[0]) == 3)
     is_glued = body[0].startswith(".") and re.search(r"[\w.)]\Z", before)
-    if is_glued or _is_continuation(body, before) or (is_after_comma and not is_list):
+    if is_glued or _is_continuation(body, before, after) or (is_after_comma and not is_list):
         return None
     has_currency = _MONEY_BEFORE.search(re.sub(r"[-+−]\s?\Z", "", before)) is not None
+    if _GLUED.search(before) and not has_currency:
+        return None
     is_latex = has_currency and "$" in after[:12]
     if is_latex and _SUFFIX.match(text, body.end()):
         return None  # `$5 M$`: an amount, or moles
@@ -278,16 +287,17 @@ def _in_sentence(body: re.Match[str], before: str, text: str) -> Fraction | None
     return None if value is None or factor is None else factor * value
 
 
-def _is_continuation(body: re.Match[str], before: str) -> bool:
+def _is_continuation(body: re.Match[str], before: str, after: str) -> bool:
     """Return whether a number may be the rest of another one: 3 and 1/2, 1  000, 5 • 10^3."""
     is_power_of_ten = body["decimal"] == "10" and len(body[0]) > 2
     is_part = body["top"] is not None or body["g3"] is not None or body["g5"] is not None
     is_group = len(body[0]) == 3 and body[0].startswith("0")
     return bool(
         (" " in body[0] and re.search(r"\d \Z", before))
+        or (" " in body[0] and re.match(r"-[A-Za-z]", after))  # 3 200-page books
         or (is_power_of_ten and re.search(r"\d[^\w\n]{0,8}(?:\\[a-z]+\s?)?\Z", before))
         or (is_part and re.search(r"\d(?: and | ?[-&+] ?)\Z", before))
-        or (is_group and re.search(r"\d\s+\Z", before))
+        or (is_group and re.search(r"\d,?\s+\Z", before))
     )
 
 
@@ -300,6 +310,8 @@ def _factor(before: str) -> int | None:
     head = inside[: match.start()]
     operand = head.rstrip(" $€£%*")
     is_spaced, last_one = operand != head, operand[-1:]
+    if re.search(r"[\d)]\*\Z", head):
+        return None  # 2*-3, or emphasis
     if last_one.isdigit() or last_one == ")":
         return 1 if gap or head[-1:] != " " else None  # 3 - 2, 3-2; but 3 -2
     if mark == "+":

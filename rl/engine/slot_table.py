@@ -276,7 +276,9 @@ class SlotTable:
         left = self.leave(row, policy_version)
         assert left.prefix is not None
         reason = FinishReason.STOP if self.stopped_B[row] else FinishReason.LENGTH
-        reason = FinishReason.NOT_FINITE if self.not_finite_B[row] else reason
+        if self.not_finite_B[row]:
+            reason = FinishReason.NOT_FINITE
+            self.not_finite_B[row] = False
         return of_prefix(left.request, dataclasses.replace(left.prefix, finish_reason=reason))
 
     def preempt(self, row: int, policy_version: int) -> PartialRequest:

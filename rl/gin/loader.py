@@ -209,7 +209,8 @@ def _known_name(sections: Mapping[str, _Section], binding: Binding) -> tuple[_Se
         )
     names = [f.name for f in sections[name].fields]
     if field not in names:
-        hint = _home_of(field, sections) or nearest(field, names, f"{name}.")
+        hint = nearest(field, names, f"{name}.", cutoff=0.85)  # a plural, or a letter
+        hint = hint or _home_of(field, sections) or nearest(field, names, f"{name}.")
         raise ConfigError(
             f"{binding.where}: no field {name}.{field}.{hint} Fields of {name}: {', '.join(names)}"
         )

@@ -108,12 +108,12 @@ def literal(value: object) -> str:
     return repr(value)
 
 
-def nearest(name: str, names: Iterable[str], prefix: str = "") -> str:
+def nearest(name: str, names: Iterable[str], prefix: str = "", cutoff: float = 0.6) -> str:
     """Return a hint at the closest of `names`, with a leading space; '' if none is close.
 
     Initials are close too: `lr` to `learning_rate`.
     """
     by_lower = {n.lower(): n for n in names}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
     close += [n for n in by_lower if "".join(w[:1] for w in n.split("_")) == name.lower()]
     return f" Did you mean {prefix}{by_lower[close[0]]}?" if close else ""

@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from models.folder import Folder, read_plain
-from rl.metrics import wandb_run
 from rl.metrics.tensorboard import EventFile
-from rl.metrics.wandb_run import WandbRun
 from rl.runtime.run_files import (
     EVAL_SAMPLES_FILE,
     METRICS_FILE,
@@ -35,6 +33,7 @@ from rl.runtime.run_files import (
 
 if TYPE_CHECKING:
     from rl.engine.worker_record import WorkerStep
+    from rl.metrics.wandb_run import WandbRun
 
 WALL_CLOCK_PREFIXES = ("time/", "perf/", "workers/", "weights/", "ahead/", "drafting/", "bandit/")
 WALL_CLOCK_NAMES = {
@@ -90,6 +89,8 @@ class MetricsWriter:
         self._tensorboard = self._open_tensorboard(None) if config.tensorboard else None
         self._wandb: WandbRun | None = None
         if config.wandb_project:
+            from rl.metrics.wandb_run import WandbRun
+
             self._wandb = WandbRun(self._folder, config.wandb_project, self._rows())
         else:  # a W&B run without these rows is not resumed
             self._folder.remove(WANDB_ID_FILE, missing_ok=True)
@@ -224,6 +225,8 @@ class RowsOnly(MetricsWriter):
 def check_installed(config: MetricsConfig) -> None:
     """Raise ModuleNotFoundError for a package that is configured and missing."""
     if config.wandb_project:
+        from rl.metrics import wandb_run
+
         wandb_run.package()
 
 

@@ -258,5 +258,6 @@ def say(text: object, stream: TextIO | None = None) -> None:
         stream.write(printable(str(text), stream) + "\n")  # one write: lines of threads do not mix
         stream.flush()
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):  # no reader, or no terminal any more
+        # no reader, or no terminal any more; a warning that has no room ends nothing
+        if error.errno not in (errno.EPIPE, errno.EIO) and stream is not sys.stderr:
             raise

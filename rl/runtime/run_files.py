@@ -36,6 +36,7 @@ OWN_NAMES = (
 )
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = "models", "spec", "sched", "rl"  # of this project, in that folder
 
 
 def resolve_path(path: str | Path) -> Path:

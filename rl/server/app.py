@@ -154,10 +154,18 @@ async def _retrieve(service: Service, request: Request, hold: Hold) -> Response:
     """
     request_id = field(await read_json(request, hold), "request_id", str)
     hold.release()
+    fetching = asyncio.ensure_future(service.answers.fetch(request_id, LONG_POLL_S))
+    leaving = asyncio.ensure_future(request.receive())
     try:
-        answer = await service.answers.fetch(request_id, LONG_POLL_S)
+        await asyncio.wait((fetching, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not fetching.done():
+            raise ClientDisconnect
+        answer = fetching.result()
     except KeyError:
         return error(410, "expected a request of this server, since its last start")
+    finally:
+        fetching.cancel()
+        leaving.cancel()
     if answer is None:
         return JSONResponse({"type": "try_again", "request_id": request_id}, 408)
     return Response(answer.body, media_type=answer.media_type)

@@ -295,10 +295,11 @@ class Records:
         changes = [(table, *entry) for table in FIELDS for entry in getattr(self, table).items()]
         file = -1
         try:
-            file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC)
+            file = os.open(
+                new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666
+            )
             _write(file, b"".join(_line(*change) for change in changes))
             os.replace(new, path)
-            self._sync_folder()
         except OSError as error:
             say(f"warning: {new}: {error.strerror}: {FILE} stays as it is", sys.stderr)
             with contextlib.suppress(OSError):
@@ -308,6 +309,8 @@ class Records:
             os.close(self._file)
             self._file, self._is_torn = file, False
             self._file_bytes = self.live_bytes = os.fstat(file).st_size
+            with contextlib.suppress(OSError):  # the name has changed: this file is the one
+                self._sync_folder()
         self._compact_above = 2 * self._file_bytes + SLACK_BYTES
 
     def _sync_folder(self) -> None:

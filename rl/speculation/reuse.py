@@ -38,6 +38,8 @@ class Reuse:
         self._cache, self._seed, self._greedy = cache, seed, greedy
         self._log_lenience = log(self.mode.lenience)
         self._problems: list[str] = []
+        # the groups that requests of a step repeat; the cache may change before its responses come
+        self._last: dict[int, dict[str, CachedGroup | None]] = {}
 
     def key(self, step: int) -> jax.Array:
         """Return the noise key of a step; with `coupled` all steps have the same."""
@@ -70,10 +72,14 @@ class Reuse:
         for key in keys:
             again.append(seen[key])
             seen[key] += 1
-        last = [self._last(key, prompt) for key, prompt in zip(keys, prompts, strict=True)]
+        last = [
+            self._group(key, prompt) if self.mode.repeats else None
+            for key, prompt in zip(keys, prompts, strict=True)
+        ]
+        self._last.setdefault(step, {}).update(zip(keys, last, strict=True))
         cached = [
-            {} if times else self._reusable(key, group, size, step)
-            for key, group, times in zip(keys, last, again, strict=True)
+            {} if times else self._reusable(key, prompt, group, size, step)
+            for key, prompt, group, times in zip(keys, prompts, last, again, strict=True)
         ]
         fresh = [self._renewal.is_fresh(i, size) for i in range(size)]
 
@@ -90,21 +96,21 @@ class Reuse:
 
         return [request(g, i) for i in range(size) for g in range(len(prompts))]
 
-    def _last(self, key: str, prompt: Prompt) -> CachedGroup | None:
-        """Return the prompt's group of the last epoch, if responses or noise repeat."""
-        group = self._cache.get(key) if self.mode.repeats else None
+    def _group(self, key: str, prompt: Prompt, back: int = 0) -> CachedGroup | None:
+        """Return the prompt's group of the last epoch, or of one `back` epochs before it."""
+        group = self._cache.get(key, back)
         if group is not None and group.prompt_ids.tolist() != list(prompt):
             self._problems.append(f"{key!r} is answered afresh: its cached prompt is another one")
             return None
         return group
 
     def _reusable(
-        self, key: str, last: CachedGroup | None, size: int, step: int
+        self, key: str, prompt: Prompt, last: CachedGroup | None, size: int, step: int
     ) -> Mapping[int, CachedResponse]:
         """Return the responses that may be reused, by sample index."""
         if last is None or not self.mode.enabled or self._renewal.is_due(last):
             return {}
-        group = self._cache.get(key, self.mode.back) if self.mode.back else last
+        group = self._group(key, prompt, self.mode.back) if self.mode.back else last
         if group is None:
             return {}
         usable = {r.sample_index: r for r in group.responses if r.scores is not None}
@@ -126,10 +132,11 @@ class Reuse:
         cache: RolloutCache,
     ) -> dict[str, float]:
         """Keep a step's responses for the next epoch in `cache`; return metrics of repetition."""
+        last = self._last.get(step, {})
+        self._last = {later: groups for later, groups in self._last.items() if later > step}
         if not self.mode.repeats:
             remember(cache, keys, trajectories, scored=False)
             return {}
-        last = {key: self._cache.get(key) for key in dict.fromkeys(keys)}
         renewals = {key: self._renewal.renewals(group) for key, group in last.items()}
         kept = remember(cache, keys, trajectories, scored=self.mode.enabled, renewals=renewals)
         metrics = {"spec/renewed_groups": float(sum(map(self._renewal.is_due, kept.values())))}

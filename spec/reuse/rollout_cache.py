@@ -26,7 +26,7 @@ from models.folder import Folder
 MAGIC = b"RPR1"
 _HEADER = 12  # magic, CRC-32 of what follows, length of the JSON
 _ENDING = ".rollouts"  # of files
-MAX_RENEWALS = 2**26  # and more than any run has steps: they are a part of requests' numbers
+MAX_RENEWALS = 2**26  # more than a run has steps: they are a part of requests' numbers
 _MAX_PROMPT_TOKENS = 2**22  # limits the memory that a damaged header can take
 
 

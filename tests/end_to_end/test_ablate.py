@@ -18,7 +18,7 @@ from tests.support import tiny_run
 GRID = """
 Ablation.variants = (
     ("plain", ()),
-    ("full", ("Reuse.mode = 'full'",)),
+    ("full", ("Reuse.mode = 'full'", "Reuse.fresh_share = 0.0", "Reuse.renew_groups = False")),
 )
 Ablation.seeds = (0,)
 Run.steps = 4

@@ -279,7 +279,7 @@ def test_a_run_that_saved_nothing_deletes_nothing_when_it_closes(tmp_path, monke
     save_steps(tmp_path, 1, 2, keep=9)
     folders.step_folder(tmp_path, 2).joinpath(checkpoint_manifest.MANIFEST_NAME).unlink()
     with Checkpointer(tmp_path, CheckpointConfig(keep=1)) as saver:
-        monkeypatch.setattr(folders, "publish", lambda *_: 1 / 0)
+        monkeypatch.setattr(folders, "publish", lambda *_, **named: 1 / 0)
         saver.save(3, content(3))
         with pytest.raises(ZeroDivisionError):
             saver.wait()

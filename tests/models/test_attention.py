@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from drafts_by_hand import Draft, stack
 
-from models.attention import Chunks, attend_chunks, attend_nodes
+from models.attention import Chunks, attend_chunks, attend_nodes, finite_values
 from models.kv_cache import Rows
 from models.paged_cache import Pages
 from spec import nodes as packed_nodes
@@ -196,14 +196,16 @@ def test_numbers_of_others_that_are_not_finite_change_no_bit(cached, bad):
     given = *new[1:], keys, values
     wanted = attended(*given)
     k_XKh, v_XKh, keys, values = map(np.copy, given)
-    for row, length in ((0, 3), (2, 2)):
-        keys[row, :, :, length:] = values[row, :, length:] = bad
-    k_XKh[3:6] = v_XKh[3:6] = keys[1] = values[1] = bad  # a row whose adapter is broken
+    for row, length in ((0, 3), (2, 2)):  # entries of a broken row that was here before
+        keys[row, :, :, length:], values[row, :, length:] = np.nan, 0
+    k_XKh[3:6] = v_XKh[3:6] = bad  # a row whose adapter is broken
+    keys[1], values[1] = np.nan, 0
+    k_XKh, v_XKh = finite_values(k_XKh, v_XKh)
+    assert np.isfinite(v_XKh).all()
     for found, want in zip(attended(k_XKh, v_XKh, keys, values), wanted, strict=True):
         np.testing.assert_array_equal(found[[0, 2]], want[[0, 2]])
         assert not np.isfinite(found[1]).any()
-    for array in (v_XKh, values):  # one number of the row itself
-        array[:] = given[1] if array is v_XKh else given[3]
-    v_XKh[3, 0, 0] = bad
-    for found in attended(given[0], v_XKh, given[2], values):
+    v_XKh = np.copy(given[1])
+    v_XKh[3, 0, 0] = bad  # one number of the row itself
+    for found in attended(*finite_values(given[0], v_XKh), *given[2:]):
         assert not np.isfinite(found[1]).all() and np.isfinite(found[[0, 2]]).all()

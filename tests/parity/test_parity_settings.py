@@ -57,13 +57,15 @@ def test_the_requests_cover_what_they_should(golden, requests):
     for name in SAMPLINGS:
         answers = golden(name).values()
         if name != "greedy":
-            assert {a.finish_reason for a in answers} == set(FinishReason), name
+            assert {a.finish_reason for a in answers} == {FinishReason.STOP, FinishReason.LENGTH}, (
+                name
+            )
             assert len({a.response_ids for a in answers}) > 12, name
         lengths[name] = {len(a.response_ids) for a in answers}
     assert 1 in lengths["plain"] and 24 in lengths["plain"]
     # what chains of right drafts need: responses that end inside accepted tokens, by both reasons
     inside = [a for a in golden("plain").values() if len(a.response_ids) % SPEC.max_nodes]
-    assert {a.finish_reason for a in inside} == set(FinishReason)
+    assert {a.finish_reason for a in inside} == {FinishReason.STOP, FinishReason.LENGTH}
     assert {len(r.prompt_ids) for r in requests} == {1, 2, 6, 13, 19, 20}
     # peaked enough to vary, neither flat nor certain
     mean = -np.mean([x for a in golden("plain").values() for x in a.logprobs])

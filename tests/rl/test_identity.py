@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from models import lora, peft_files
 from models.hf_files import WEIGHTS
-from rl import identity
+from rl import adapter_base, identity
 from rl.config import TrainConfig
 from rl.gin.loader import load
 from rl.inputs import open_policy
@@ -106,15 +106,15 @@ def test_the_base_of_an_adapter(tiny, tmp_path, policy):
     _, model, _ = open_policy(str(policy), None, config.policy.lora)
     adapter, folder = lora.init(model, jax.random.key(0)), tmp_path / "adapter"
     own = identity.policy_contents(policy)
-    name, digest = identity.describe_base(policy, own)
+    name, digest = adapter_base.describe_base(policy, own)
     assert name == "policy"  # no path of this machine
     peft_files.write(folder, model, adapter, name, digest)
-    assert identity.check_base(folder, policy, own, any_base=False) == ""
+    assert adapter_base.check_base(folder, policy, own, any_base=False) == ""
     new_weights(policy)
     other = identity.policy_contents(policy)
     with pytest.raises(ValueError, match="the adapter was trained on other weights"):
-        identity.check_base(folder, policy, other, any_base=False)
-    assert "names the base" in identity.check_base(folder, policy, other, any_base=True)
+        adapter_base.check_base(folder, policy, other, any_base=False)
+    assert "names the base" in adapter_base.check_base(folder, policy, other, any_base=True)
     for foreign, is_known in (
         ("some/policy", True),
         ("/x/Policy", True),
@@ -122,5 +122,5 @@ def test_the_base_of_an_adapter(tiny, tmp_path, policy):
         ("a/b", False),
     ):
         peft_files.write(folder, model, adapter, foreign)
-        remark = identity.check_base(folder, policy, other, any_base=False)
+        remark = adapter_base.check_base(folder, policy, other, any_base=False)
         assert (remark == "") is is_known

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from models import hf, lora, peft_files, transformer
 from models.config import trained_specs
-from rl import identity, memory, run_export, run_process, setup
+from rl import adapter_base, memory, run_export, run_process, setup
 from rl.cluster.processes import ALONE
 from rl.config import TrainConfig
 from rl.evaluation import load_checkpoint
@@ -155,7 +155,7 @@ def test_an_end_of_a_run_names_no_folder_of_this_machine_and_checks_its_base(tin
     assert {"adapter_config.json", "README.md", "config.json"} <= {file.name for file in files}
     for file in files:
         assert str(tmp_path).encode() not in file.read_bytes(), file
-    _, digest = identity.describe_base(copied, inputs.contents)
+    _, digest = adapter_base.describe_base(copied, inputs.contents)
     assert peft_files.read_base(folder / "adapter") == peft_files.Base("policy", digest)
     weights = load_file(copied / "model.safetensors")
     save_file(

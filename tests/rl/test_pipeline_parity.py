@@ -17,7 +17,7 @@ MODES = {
     "coupled": (*DAPO, "Reuse.mode='coupled'"),
     "lenient": (
         *(*DAPO, "Reuse.mode='lenient:e^0.5'", "Reuse.schedule='clip_fraction:0.2'"),
-        "Reuse.max_age_steps=20",
+        *("Reuse.max_age_steps=20", "Run.steps=8"),
     ),
     "delayed": ("Reuse.mode='delayed:2'", "Reuse.max_age_steps=20", "Run.steps=8"),
 }

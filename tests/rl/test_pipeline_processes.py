@@ -131,7 +131,7 @@ def test_processes_learn_from_what_one_would(tiny, tmp_path, answered_by, mode):
         "Reuse.mode='coupled'",
         tiny_run.rewarded(tiny, "lucky"),
         *PIPELINE,
-        "Run.steps=4",
+        "Run.steps=6",
     )
     settings += (f"Sched.mode={mode!r}",)
     alone = steps_of(ALONE, tiny, tmp_path / "alone", None, *settings)

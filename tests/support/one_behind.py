@@ -25,6 +25,7 @@ from rl.metrics.writer import Timings
 from rl.responses import Scorer
 from rl.rollouts import Prompts, Rollouts, groups_to_ask, prompts_at
 from rl.run_checkpoint import RunPosition
+from rl.speculation.reuse import remember
 from rl.step import train_step
 from rl.trajectory import Request
 from spec.reuse.renewal import renewed_name
@@ -38,6 +39,7 @@ class OneBehind:
     def __init__(self):
         self.weights, self.rules, self.begins = {}, {}, {1: 0}
         self.cursor, self.not_remembered = 0, None
+        self.renewals = {}  # of the noise of each prompt of the step
         self.answers = []  # (step, phase, group, sample, number in the data, tokens)
 
     def __call__(self, system, params, cursor, step, timings):
@@ -55,7 +57,7 @@ class OneBehind:
         new = prompts_at(system, self.begins[step], size)
         done, prompts = self.answer(system, step, step, new, Prompts(), 0), new
         if self.not_remembered is not None:
-            system.reuse.remember(*self.not_remembered, step - 1, system.cache)
+            remember(system.cache, *self.not_remembered, **self.kept)
         # further ones the last one too; the policy at hand answers them
         for phase in range(1, 1 + (extra or 0)):
             used = informative_groups([t.reward for t, *_ in done], [t.group_id for t, *_ in done])
@@ -68,6 +70,9 @@ class OneBehind:
         done.sort(key=lambda d: (d[0].group_id, d[0].sample_index))
         trajectories, scores, texts = map(list, zip(*done, strict=True))
         self.not_remembered = prompts.keys, trajectories
+        mode = system.reuse.mode
+        self.kept = {"scored": mode.enabled, "renewals": self.renewals if mode.repeats else None}
+        self.renewals = {}
         used = set(range(size))
         if extra is not None:
             used = informative_groups(
@@ -102,6 +107,7 @@ class OneBehind:
                     name = 1024 * number + i
                     name += 512 + (times[key] - 1) * size if times[key] else 0
                     name = renewed_name(name, step if is_fresh else renewals)
+                self.renewals[key] = renewals
                 reused = None if is_fresh else cached.get(i)
                 requests.append(Request(name, tokens, group, i, cached=reused))
             times[key] += 1

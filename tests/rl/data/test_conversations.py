@@ -63,7 +63,7 @@ def test_turns_are_in_the_roles_of_templates(turns):
 @pytest.mark.parametrize(
     ("turns", "message"),
     [
-        ([SYSTEM], "ends with the user's turn, got a system message"),
+        ([SYSTEM], "ends with the user's turn, got a turn of the system"),
         ([USER, SYSTEM], "ends with the user's turn, got a system message"),
         ([{"role": "user", "content": " "}], "role 'user' is empty"),
         ([USER, {"from": "gpt", "value": ""}, USER], "role 'gpt' is empty"),
