@@ -171,7 +171,8 @@ def _print_users_frames(error: BaseException) -> None:
     """Print the way from a user's file to an error in another one."""
     frames = _users_frames(error)
     if len({frame.filename for frame in frames}) > 1:
-        print(*traceback.format_list(frames), sep="", end="", file=sys.stderr, flush=True)
+        traceback.print_list(frames, sys.stderr)
+        sys.stderr.flush()
 
 
 def _memory_hint(error: BaseException, setup: Mapping[str, Any]) -> str:

@@ -239,9 +239,13 @@ class Service:
     # -- operations on a model -------------------------------------------------------------
 
     def train(self, operation: Any, body: bytes) -> Record:
-        """Queue a forward or a forward and backward pass, whose body is read in its turn."""
+        """Queue a forward or a forward and backward pass, whose body is read in its turn.
+
+        A client sends the next number after an error of the body, which is therefore the result.
+        """
 
         def run(policy: Policy) -> Result:
+            wire.check_fields("ForwardBackwardRequest", body)
             message = wire.parse("ForwardBackwardRequest", body)
             settings, loss = bodies.loss_settings(message), message.loss_fn
             data = [bodies.parse_datum(x, loss) for x in message.data]

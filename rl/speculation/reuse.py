@@ -132,7 +132,7 @@ class Reuse:
         cache: RolloutCache,
     ) -> dict[str, float]:
         """Keep a step's responses for the next epoch in `cache`; return metrics of repetition."""
-        last = self._last.get(step, {})
+        last = {key: self._last.get(step, {}).get(key) for key in keys}
         self._last = {later: groups for later, groups in self._last.items() if later > step}
         if not self.mode.repeats:
             remember(cache, keys, trajectories, scored=False)

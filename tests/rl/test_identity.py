@@ -15,6 +15,7 @@ from rl import adapter_base, identity
 from rl.config import TrainConfig
 from rl.gin.loader import load
 from rl.inputs import open_policy
+from rl.runtime.run_files import resolve_path
 
 
 @pytest.fixture
@@ -68,6 +69,21 @@ def test_each_file_has_a_digest(tiny, tmp_path, policy):
     (rewards / "beside.py").unlink()
     (gone,) = identity.changes(before, identity.contents(config, policy))[:1]
     assert gone.now == "no file" and gone.before.startswith("contents ")
+
+
+def test_reward_files_of_one_name_in_two_folders_count_both(tiny, tmp_path):
+    policy = resolve_path(load(TrainConfig, [tiny]).policy.directory)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "reward.py").write_text("x = 1")
+    functions = tuple(f"{tmp_path}/{name}/reward.py:f" for name in "ab")
+    config = load(TrainConfig, [tiny], (f"Reward.functions={functions!r}",))
+    before = identity.contents(config, policy)
+    for name, changed in (("a", "reward.py"), ("b", "1/reward.py")):
+        (tmp_path / name / "reward.py").write_text("x = -1")
+        assert fields(identity.changes(before, identity.contents(config, policy)))[-1] == (
+            f"Reward.functions/{changed}"
+        )
 
 
 def test_settings_that_a_checkpoint_does_not_know_are_not_compared():

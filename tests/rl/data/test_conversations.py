@@ -64,7 +64,7 @@ def test_turns_are_in_the_roles_of_templates(turns):
     ("turns", "message"),
     [
         ([SYSTEM], "ends with the user's turn, got a turn of the system"),
-        ([USER, SYSTEM], "ends with the user's turn, got a system message"),
+        ([USER, SYSTEM], "ends with the user's turn, got a turn of the system"),
         ([{"role": "user", "content": " "}], "role 'user' is empty"),
         ([USER, {"from": "gpt", "value": ""}, USER], "role 'gpt' is empty"),
         ([{"role": "user", "content": []}], "role 'user' is empty"),
@@ -76,7 +76,7 @@ def test_turns_are_in_the_roles_of_templates(turns):
         (str([USER]), "expected a conversation as a list"),  # as Python prints it
         (json.dumps({"messages": [USER]}), "expected a conversation as a list"),
         (json.dumps(USER), "expected a conversation as a list"),
-        (json.dumps([SYSTEM]), "ends with the user's turn, got a system message"),
+        (json.dumps([SYSTEM]), "ends with the user's turn, got a turn of the system"),
         ("[" * 100_000 + '"role": "content":' + "]", "expected a conversation as a list"),
     ],
     ids=lambda value: str(value)[:60],
@@ -87,7 +87,7 @@ def test_other_conversations_are_refused(turns, message):
 
 
 def test_answers_without_a_question_are_refused():
-    with pytest.raises(ValueError, match=r"user's turn, got a system message"):
+    with pytest.raises(ValueError, match=r"user's turn, got a turn of the system"):
         read({"messages": [SYSTEM, ANSWER]})
     with pytest.raises(ValueError, match=r"messages that end with the assistant's answer"):
         read({"messages": [ANSWER]})

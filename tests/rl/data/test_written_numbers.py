@@ -309,6 +309,24 @@ PECULIAR = {
 }
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (r"The angle is $30^\circ$.", "30"),
+        (r"120^{\circ}", "120"),
+        ("Answer: _42_", "42"),
+        ("__42__", "42"),
+        ("$18 T-shirts", "18"),
+        ("$5 M&M packs", "5"),
+        *((text, None) for text in ("36 squared units", "12 cubed inches", "5 m3", "5 m/s2")),
+        *((text, None) for text in (r"\frac{x}{-2}", r"\sqrt{-4}", r"\log_{2}{-8}", "5/-2")),
+        *((text, None) for text in ("2*-3", "3 200-page books", "3, 000", "x10")),
+    ],
+)
+def test_units_indices_and_commands_make_no_number(text, wanted):
+    assert written_numbers.last(text) == (None if wanted is None else Fraction(wanted))
+
+
 @pytest.mark.parametrize("wanted", PECULIAR)
 def test_peculiar_forms_are_read_as_themselves_or_not_at_all(wanted):
     value, texts = Fraction(wanted), PECULIAR[wanted]

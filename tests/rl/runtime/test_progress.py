@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import io
 import os
 import re
@@ -209,3 +210,14 @@ def _drain(fd: int, chunks: list[bytes]) -> None:
         if not chunk:
             return
         chunks.append(chunk)
+
+
+def test_a_warning_that_has_no_room_ends_nothing(monkeypatch):
+    class Full(io.StringIO):
+        def flush(self):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", Full())
+    say("warning: text", sys.stderr)
+    with pytest.raises(OSError, match="No space"):
+        say("text", Full())

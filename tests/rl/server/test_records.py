@@ -241,6 +241,26 @@ def test_without_room_for_a_new_file_the_old_one_stays(tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir()) == [FILE, "server.lock"]
 
 
+def test_records_after_a_compaction_whose_folder_cannot_be_synced_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.server.records.SLACK_BYTES", 100)
+    records = Records(tmp_path)
+    records.put("sessions", "a", {"finished": False})
+    failed = []
+
+    def fail(self):
+        failed.append(self)
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(Records, "_sync_folder", fail)
+    for i in range(50):
+        records.change("sessions", "a", finished=bool(i % 2))
+    records.put("sessions", "b", {"finished": False})
+    assert failed, "it has been compacted"
+    records.close()
+    monkeypatch.undo()
+    assert list(Records(tmp_path).sessions) == ["a", "b"]
+
+
 def test_live_records_have_a_bound_of_bytes(tmp_path):
     records = Records(tmp_path, max_bytes=1000)
     with pytest.raises(Busy, match="records are full"):

@@ -11,7 +11,8 @@ import time
 import pytest
 from idle_server import NAME, idle_server
 
-from rl.server import requests
+from rl.server import requests, wire
+from rl.server.app import LONG_POLL_S
 from rl.server.wire import CONTENT_TYPE
 
 
@@ -170,6 +171,50 @@ def test_a_client_that_hangs_up_in_its_body_leaves_no_traceback(place, account, 
     assert send(place)[0] == 200
     captured = capsys.readouterr()
     assert "Traceback" not in captured.err + captured.out
+
+
+def test_a_client_that_leaves_its_poll_is_waited_for_no_longer(running, place, monkeypatch):
+    service, live = running[0].state.service, []
+    service.answers.open("never")
+    fetch = service.answers.fetch
+
+    async def counted(*given):
+        live.append(given)
+        try:
+            return await fetch(*given)
+        finally:
+            live.pop()
+
+    monkeypatch.setattr(service.answers, "fetch", counted)
+    host, port = place.split(":")
+    body = json.dumps({"request_id": "never"}).encode()
+    head = f"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: {place}\r\n"
+    with socket.create_connection((host, int(port)), 60) as one:
+        one.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_until(lambda: live)
+    started_s = time.monotonic()
+    wait_until(lambda: not live)
+    assert time.monotonic() - started_s < LONG_POLL_S / 2
+    service.answers.set("never", b"")
+
+
+def test_a_training_body_that_is_refused_is_the_result_of_its_number(place, account, monkeypatch):
+    """A client sends the next number after it, which would wait for a number that has failed."""
+    monkeypatch.setattr(wire, "MAX_FIELDS", 100)
+    session = json.loads(send(place)[1])["session_id"]
+    made = {
+        "session_id": session,
+        "model_seq_id": 0,
+        "base_model": NAME,
+        "lora_config": {"rank": 4},
+    }
+    assert send(place, "create_model", json.dumps(made))[0] == 200
+    request = wire.make("ForwardBackwardRequest", model_id=f"{session}:train:0", seq_id=1)
+    body = request.SerializeToString() + b"\x1a\x00" * 200
+    status, sent = send(place, "forward_backward", body, content_type=CONTENT_TYPE)
+    assert status == 200
+    fetched = send(place, "retrieve_future", json.dumps(json.loads(sent)).encode())
+    assert fetched[0] == 200 and b"expected at most 100 fields" in fetched[1]
 
 
 def test_an_operation_holds_its_body_until_its_result(running, place, account):

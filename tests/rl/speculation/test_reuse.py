@@ -90,6 +90,31 @@ def test_a_changed_prompt_group_size_or_missing_score_is_told_and_answered_afres
     assert len(reuse.new_problems()) == 2 and reuse.new_problems() == []
 
 
+def test_delayed_reuse_takes_no_responses_to_another_prompt():
+    reuse, cache = make("delayed:2")
+    old = [answer(0, i, [9, 7], prompt=(9, 9, 9), reward=float(i)) for i in (0, 1)]
+    new = [answer(0, i, [1, 7], reward=float(i)) for i in (0, 1)]
+    remember(cache, KEYS[:1], old, scored=True)
+    remember(cache, KEYS[:1], new, scored=True)
+    assert [tokens_of(r) for r in requests(reuse, keys=KEYS[:1], prompts=PROMPTS[:1])] == [None] * 2
+    assert reuse.new_problems() == ["'a' is answered afresh: its cached prompt is another one"]
+
+
+def test_renewals_are_recorded_as_the_requests_had_them():
+    """In a pipeline a step before has brought the same prompt's responses meanwhile."""
+    reuse, cache = make("coupled", renews=True)
+    equal = [answer(0, i, [5, i]) for i in (0, 1)]
+    later = [answer(0, i, [6, i]) for i in (0, 1)]
+    [first, _] = requests(reuse, keys=KEYS[:1], prompts=PROMPTS[:1], step=2)
+    reuse.remember(KEYS[:1], equal, 1, cache)  # renewals 0; their rewards are equal
+    assert cache.get("a").renewals == 0
+    metrics = reuse.remember(KEYS[:1], later, 2, cache)
+    assert cache.get("a").renewals == first.request_id // NOISE_NAMES == 0
+    assert "spec/repeated_fraction" not in metrics  # the requests of step 2 had no responses
+    [third, _] = requests(reuse, keys=KEYS[:1], prompts=PROMPTS[:1], step=3)
+    assert third.request_id // NOISE_NAMES == 1
+
+
 def test_responses_of_another_policy_or_tokenizer_are_told_and_answered_afresh(tmp_path):
     cache = RolloutCache(policy="tiny")
     remember(cache, KEYS, group(50), scored=True)
