@@ -150,18 +150,19 @@ def written(number: str, way: str) -> str:
     return WAYS[way](sign, number.removeprefix("-"))
 
 
+@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_number_is_read_as_itself_in_every_way_of_writing(way):
+def test_a_number_is_read_as_itself_in_every_way_of_writing(way, count):
     readings, wrong = 0, []
-    for number in some_numbers(150):
+    for number in some_numbers(count):
         text, value = written(number, way), Fraction(number)
         found = {text: written_numbers.read(text)}
         found |= {one.format(text): written_numbers.last(one.format(text)) for one in SENTENCES}
         readings += sum(reading is not None for reading in found.values())
         wrong += [pair for pair in found.items() if pair[1] not in (None, value)]
     assert not wrong
-    refused = 150 if way == "$M" else 0  # in LaTeX: `$x=$5M$`
-    assert readings == 150 * (1 + len(SENTENCES)) - refused
+    refused = count if way == "$M" else 0  # in LaTeX: `$x=$5M$`
+    assert readings == count * (1 + len(SENTENCES)) - refused
 
 
 def test_answers_and_responses_have_one_reader():
