@@ -51,7 +51,7 @@ def test_the_tokenizer_of_a_file(written):
     assert words.decode(words.encode(" the abab 12\n\n")) == " the abab 12\n\n"
     ids = words.apply_chat_template([{"role": "user", "content": "the"}])
     assert ids.count(1) == 2 and ids.count(2) == 1
-    assert words.decode(ids) == "<|im_start|>user\nthe\n<|im_start|>assistant\n"
+    assert words.decode(ids) == "<|im_start|>user\nthe<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_files_next_to_it_replace_an_unknown_tokenizer(written, tmp_path):

@@ -605,7 +605,7 @@ def test_settings_are_texts_that_samples_or_losses_read(tiny):
         open_policy(tiny, {"Policy.lora_rank": 16})
     with pytest.raises(ValueError, match="files: expected a list, got 'a.gin'; fix: "):
         api.Policy("anywhere", files="a.gin")
-    with pytest.raises(ValueError, match="stop: expected a tuple, got 'end'; fix: a comma"):
+    with pytest.raises(ValueError, match="stop: expected a tuple, got 'end'; fix: \\('end',\\)"):
         SamplingConfig(stop="end")
     with pytest.raises(ConfigError, match="Sched.workers: no effect here, .* samples have one"):
         open_policy(tiny, "Sched.workers=2")

@@ -333,7 +333,7 @@ def test_requests_of_a_step_are_bounded(tiny):
 
 def test_optimizer_steps_are_counted_in_32_bits(tiny):
     with pytest.raises(ValueError, match="expected fewer than 2³¹ optimizer steps, got Run.steps"):
-        opened(tiny, "Run.steps=1000000000", "Trainer.inner_updates=3")
+        opened(tiny, "Run.steps=60000000", "Trainer.inner_updates=40")
 
 
 # --- the learned drafter ----------------------------------------------------------------

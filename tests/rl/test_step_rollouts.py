@@ -121,7 +121,7 @@ def test_noise_that_is_renewed_is_the_same_in_every_mode(tiny, tmp_path):
     """An epoch is a step: a step is begun before the rewards that renew its noise are known."""
     settings = (*SETTINGS, rewarded(tiny, "lucky"), "Rollout.prompts_per_step=5", "Run.steps=5")
     coupled, alone = "Reuse.mode='coupled'", "Reuse.mode='repeated_noise'"
-    with late_updates(is_begun):
+    with late_updates(is_done):
         ahead = finish(tiny, tmp_path / "ahead", *settings, coupled, *AHEAD)
     assert_learnt_alike(ahead, finish(tiny, tmp_path / "sync", *settings, coupled))
     assert_learnt_alike(ahead, finish(tiny, tmp_path / "plain", *settings, alone))
