@@ -10,7 +10,8 @@ places    The same requests in a stream, half of them of a second adapter, again
 drafts    GRPO steps in process over `--epochs` of the same questions, in turns with and without
           drafts in the stream: seconds of samples, and responses that differ.
 loop      GRPO steps through the server, by the client, in turns with the same steps in process:
-          seconds, and rewards that differ.
+          seconds, and rewards that differ. With `--before FOLDER` in turns with the server of that
+          checkout too, whose noise may have other names: its seconds over the server's.
 restart   `--clients` send `--requests` each; the server is killed on the way and starts again:
           requests without an answer.
 
@@ -165,7 +166,10 @@ def places(arguments: argparse.Namespace) -> dict[str, Any]:
 class Server:
     """A server in a process of its own, on a port that stays the same."""
 
-    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, folder: Path, checkout: Path = environment.ROOT
+    ) -> None:
+        self._checkout = checkout
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.address = f"http://127.0.0.1:{self.port}"
@@ -175,7 +179,7 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        self._process = subprocess.Popen(self._command, cwd=environment.ROOT)
+        self._process = subprocess.Popen(self._command, cwd=self._checkout)
         until_s = time.monotonic() + LIMIT_S
         while time.monotonic() < until_s and self._process.poll() is None:
             try:
@@ -328,9 +332,12 @@ def drafts(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def loop(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(arguments, Path(folder))
+        servers = [Server(arguments, Path(folder, "after"))]
         own = InProcess(arguments, DRAFTS)
-        sides: dict[str, Any] = {"http": OverHttp(server, arguments), "process": own}
+        sides: dict[str, Any] = {"http": OverHttp(servers[0], arguments), "process": own}
+        if arguments.before is not None:
+            servers.append(Server(arguments, Path(folder, "before"), arguments.before))
+            sides["before"] = OverHttp(servers[1], arguments)
         steps, paid = dict.fromkeys(sides, 0), {name: list[float]() for name in sides}
 
         def step(name: str) -> float:
@@ -345,9 +352,16 @@ def loop(arguments: argparse.Namespace) -> dict[str, Any]:
             return time.perf_counter() - began_s
 
         seconds = in_turns({name: partial(step, name) for name in sides}, arguments.repeats)
-        server.stop(signal.SIGTERM)
-    ratios = seconds["http"] / seconds["process"]
+        for server in servers:
+            server.stop(signal.SIGTERM)
+    ratios, more = seconds["http"] / seconds["process"], {}
+    if "before" in seconds:
+        befores = seconds["before"] / seconds["http"]
+        more = {"before_ratio": round(float(np.median(befores)), 3)}
+        more["before_ratios"] = befores.round(3).tolist()
+        more["before_reward_sum"] = sum(paid["before"])
     return {
+        **more,
         **{"policy": arguments.policy, "responses": arguments.groups * arguments.group_size},
         **{f"{k}_s": round(float(np.median(x)), 4) for k, x in seconds.items()},
         **{"ratio": round(float(np.median(ratios)), 3), "ratios": ratios.round(3).tolist()},
@@ -419,4 +433,5 @@ if __name__ == "__main__":
         clients=64,
         requests=100,
         repeats=5,
+        before=Path,
     )
