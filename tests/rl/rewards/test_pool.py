@@ -310,7 +310,11 @@ def test_the_way_to_an_error_in_another_file_is_shown_without_lines_of_ours(tmp_
     with pytest.raises(RewardWorkerError, match=r"IndexError: .* \(at .*deeper_one.py:2\)$"):
         with RewardPool(config(f"{tmp_path / 'mine.py'}:f")):
             pass
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("  File")]
+    until_s, printed = time.monotonic() + 30, ""
+    while "[][1]" not in printed and time.monotonic() < until_s:  # a thread copies it
+        printed += capfd.readouterr().err
+        time.sleep(0.01)
+    lines = [line for line in printed.splitlines() if line.startswith("  File")]
     assert [Path(line.split('"')[1]).name for line in lines] == ["mine.py"] + ["deeper_one.py"] * 2
 
 
