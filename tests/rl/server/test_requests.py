@@ -12,7 +12,6 @@ import pytest
 from idle_server import NAME, idle_server
 
 from rl.server import requests, wire
-from rl.server.app import LONG_POLL_S
 from rl.server.wire import CONTENT_TYPE
 
 
@@ -174,6 +173,7 @@ def test_a_client_that_hangs_up_in_its_body_leaves_no_traceback(place, account, 
 
 
 def test_a_client_that_leaves_its_poll_is_waited_for_no_longer(running, place, monkeypatch):
+    monkeypatch.setattr("rl.server.app.LONG_POLL_S", 3600.0)
     service, live = running[0].state.service, []
     service.answers.open("never")
     fetch = service.answers.fetch
@@ -192,9 +192,7 @@ def test_a_client_that_leaves_its_poll_is_waited_for_no_longer(running, place, m
     with socket.create_connection((host, int(port)), 60) as one:
         one.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         wait_until(lambda: live)
-    started_s = time.monotonic()
     wait_until(lambda: not live)
-    assert time.monotonic() - started_s < LONG_POLL_S / 2
     service.answers.set("never", b"")
 
 
