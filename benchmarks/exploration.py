@@ -26,7 +26,9 @@ from rl.trajectory import FinishReason, Origin, Request, Trajectory
 from spec.reuse.rollout_cache import RolloutCache
 from spec.sampling import NOISE_NAMES
 
-ANSWERS, GROUP, LEARNING_RATE = 50, 8, 1.0
+ANSWERS = 50
+GROUP = 8
+LEARNING_RATE = 1.0
 REPORTED = (5, 10, 20, 40)  # epochs
 PARTIAL = 5, 0.2  # wrong answers that earn a little in the graded table, and their reward
 SHARE = ReuseConfig().fresh_share

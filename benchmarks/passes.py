@@ -93,19 +93,19 @@ def _found(
     logits_XV = transformer.head(config, params, hidden_XD)
     one_X = jnp.ones(len(hidden_XD))
     cut_X = places.position % 3
-    processing_X = one_X, jnp.where(cut_X == 1, TOP_K, 0), jnp.where(cut_X == 2, TOP_P, one_X)
+    top_k_X = jnp.where(cut_X == 1, TOP_K, 0)
+    top_p_X = jnp.where(cut_X == 2, TOP_P, one_X)
     keys_B = sampling.request_keys(sampling.step_key(0, 0), places.group)
     keys_X = sampling.position_keys(keys_B, places.position[:, None])[:, 0]
-    processed_XV = sampling.processed_logits(logits_XV, *processing_X)
+    processed_XV = sampling.processed_logits(logits_XV, one_X, top_k_X, top_p_X)
     mass = sampling.masses(processed_XV)
     draws = [sampling.draw(processed_XV, keys_X, one_X, s, mass)[0] for s in ("cdf", "gumbel")]
     next_logit_X = jnp.take_along_axis(processed_XV, places.following[:, None], axis=1)[:, 0]
     tokens_X = jnp.where(next_logit_X > -jnp.inf, places.following, draws[0])
     if is_training:
-        logprob_X, _ = sampling.log_probs(logits_XV, tokens_X, *processing_X)
+        logprob_X, _ = sampling.log_probs(logits_XV, tokens_X, one_X, top_k_X, top_p_X)
     else:
-        given = logits_XV, processed_XV, mass, tokens_X, one_X
-        logprob_X, _ = sampling.given_log_probs(*given)
+        logprob_X, _ = sampling.given_log_probs(logits_XV, processed_XV, mass, tokens_X, one_X)
     return Found(draws[0], draws[1], logprob_X, _bits(hidden_XD), _bits(logits_XV))
 
 

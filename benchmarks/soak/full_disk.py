@@ -34,8 +34,11 @@ class FullDisk:
     """
 
     def __init__(self, run: Path) -> None:
-        self._run, self._is_on, self._mutex = run, False, threading.RLock()
-        self.count, self.at = 0, sys.maxsize
+        self._run = run
+        self._is_on = False
+        self._mutex = threading.RLock()
+        self.count = 0
+        self.at = sys.maxsize
         sys.addaudithook(self._hook)
 
     @contextlib.contextmanager
@@ -56,7 +59,10 @@ class FullDisk:
                 raise
             append(writer, name, row)
 
-        self._run, self.count, self.at, self._is_on = run, 0, at, True
+        self._run = run
+        self.count = 0
+        self.at = at
+        self._is_on = True
         os.fsync, MetricsWriter._append = synced, appended  # type: ignore[method-assign]
         try:
             yield

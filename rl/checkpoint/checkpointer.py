@@ -101,7 +101,9 @@ class Checkpointer:
             self._folder = Folder(directory, create=True)
         self.directory = self._folder.path
         self.config = config or CheckpointConfig()
-        self._committed, self._spared, self._keeps_all = committed, spared, keeps_all
+        self._committed = committed
+        self._spared = spared
+        self._keeps_all = keeps_all
         self._light = [f"{ARRAYS}/{path}" for path in light] + [f"{FILES_FOLDER}/"] * bool(light)
         self._deadline, self._hangs = deadline or Deadline(), False
         self._parts_done = 0  # of all saves so far

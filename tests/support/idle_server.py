@@ -7,7 +7,6 @@ import errno
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from rl.server.app import make_app
 from rl.server.connections import configured
 from rl.server.records import Records
 from rl.server.service import Served
+from tests.support.served import in_thread
 
 NAME = "idle"
 
@@ -99,19 +99,8 @@ def application(folder: Path, checkpoint_bytes: int = 1, **options: Any) -> Any:
 def idle_server(folder: Path, **options: Any) -> Iterator[tuple[Any, str]]:
     """Serve in a thread; yields the application and its address."""
     app = application(folder, **options)
-    server = uvicorn.Server(configured(app, port=0))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive(), "the server has ended"
-        time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    try:
-        yield app, f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        thread.join(60)
-        assert not thread.is_alive(), "the server goes on"
+    with in_thread(app) as address:
+        yield app, address
 
 
 def serve_on(sock: socket.socket, folder: Path, checkpoint_bytes: int) -> None:

@@ -30,6 +30,13 @@ def serve(policy: Policy, folder: Path, key: str | None = None) -> Iterator[str]
     """Serve a policy; yields the address."""
     served = Served(policy, NAME, policy.config.policy.directory)
     app = make_app(served, policy.stream(2), Records(folder), key)
+    with in_thread(app) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def in_thread(app: Any) -> Iterator[str]:
+    """Serve an application in a thread; yields the address."""
     server = uvicorn.Server(configured(app, port=0))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
