@@ -204,7 +204,9 @@ class Stream:
     def close(self) -> None:
         """End the rollout; the next step opens another one."""
         rollout, self._rollout = self._rollout, None
-        self._running, self._number, self._num_idle = {}, 0, 0
+        self._running = {}
+        self._number = 0
+        self._num_idle = 0
         self._history.drop_groups()
         self._places.busy = [0] * len(self._places.busy)
         if rollout is not None:

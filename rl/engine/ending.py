@@ -69,7 +69,9 @@ class _Tables:
     def of(cls, rules: Sequence[_Rule | None]) -> Self:
         ids = [padded_ids(() if rule is None else rule.ends.ids) for rule in rules]
         ids_RE = np.full((len(rules), max(map(len, ids))), NO_TOKEN, np.int32)
-        first_R, parts, num_states = np.full(len(rules), -1, np.int32), [NO_STATES], 0
+        first_R = np.full(len(rules), -1, np.int32)
+        parts = [NO_STATES]
+        num_states = 0
         for r, rule in enumerate(rules):
             ids_RE[r, : len(ids[r])] = ids[r]
             if rule is not None and rule.automaton is not None:

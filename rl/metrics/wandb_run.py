@@ -23,7 +23,9 @@ class WandbRun:
     """
 
     def __init__(self, folder: Folder, project: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._folder, self._project, self._wandb = folder, project, package()
+        self._folder = folder
+        self._project = project
+        self._wandb = package()
         folder.folder(WANDB_FOLDER)  # wandb writes there by path: it must be no link
         if folder.exists(WANDB_ID_FILE):
             self._id = folder.read(WANDB_ID_FILE).decode().strip()

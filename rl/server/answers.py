@@ -47,7 +47,9 @@ class Answers:
     """
 
     def __init__(self, account: Account, max_bytes: int = MAX_BYTES) -> None:
-        self._account, self._max_bytes, self._bytes = account, max_bytes, 0
+        self._account = account
+        self._max_bytes = max_bytes
+        self._bytes = 0
         self._answers: dict[str, Answer] = {}
         self._ready = collections.deque[str]()
 

@@ -27,7 +27,9 @@ from rl.server.account import Busy
 SCHEME = "tinker://"
 TRAINING, SAMPLER = "weights", "sampler_weights"
 KINDS = {TRAINING: "training", SAMPLER: "sampler"}
-FILE, LOCK, CHECKPOINTS = "records.jsonl", "server.lock", "checkpoints"
+FILE = "records.jsonl"
+LOCK = "server.lock"
+CHECKPOINTS = "checkpoints"
 DELETED = ".deleted"  # ends the name of a folder whose checkpoint is gone
 FOLDER = re.compile(r"[0-9a-f]{32}")
 FIELDS: Mapping[str, set[str]] = {
@@ -95,7 +97,9 @@ class Records:
         now_s: Callable[[], float] = time.time,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        self.folder, self.now_s, self._max_bytes = folder, now_s, max_bytes
+        self.folder = folder
+        self.now_s = now_s
+        self._max_bytes = max_bytes
         self._mutex = threading.RLock()
         self.sessions: dict[str, Record] = {}
         self.samplers: dict[str, Record] = {}
@@ -342,7 +346,9 @@ def _parsed(line: bytes, path: Path, number: int) -> Change:
     """Return the change of a line. Raises ValueError, which names the line."""
     try:
         change = json.loads(line)
-        table, key, record = change["table"], change["key"], change["record"]
+        table = change["table"]
+        key = change["key"]
+        record = change["record"]
         missing = FIELDS[table] - record.keys() if record is not None else set()
         if missing or not isinstance(key, str):
             raise ValueError(f"expected {', '.join(sorted(missing)) or 'a key'}")

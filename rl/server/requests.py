@@ -119,7 +119,9 @@ class InParts(Response):
         """Raises Busy."""
         hold.take(len(response.body))
         super().__init__(None, response.status_code)
-        self.body, self.raw_headers, self._hold = response.body, response.raw_headers, hold
+        self.body = response.body
+        self.raw_headers = response.raw_headers
+        self._hold = hold
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code}

@@ -36,7 +36,9 @@ class Weights:
 
         A `sampling_session` is the only one that has it: its client gave it no name.
         """
-        path, lives_s, metadata = str(at), ttl_s(body), texts(body)
+        path = str(at)
+        lives_s = ttl_s(body)
+        metadata = texts(body)
         before = self._records.checkpoints.get(path)
         if before is not None and not field(body, "overwrite", bool, False):
             raise ValueError(f"{path} exists: choose another name, or overwrite=True")

@@ -25,7 +25,9 @@ class Worker:
     """Runs operations and samples of a stream; results are delivered in the event loop."""
 
     def __init__(self, stream: Stream, loop: asyncio.AbstractEventLoop, folder: Path) -> None:
-        self._stream, self._loop, self._folder = stream, loop, folder
+        self._stream = stream
+        self._loop = loop
+        self._folder = folder
         self._jobs = collections.deque[Callable[[], None]]()
         self._sampling: dict[object, OnResult] = {}  # requests in the stream
         self._changed, self._is_closed = threading.Condition(), False

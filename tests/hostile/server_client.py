@@ -27,7 +27,9 @@ class Client:
     """Sends requests on a connection that it keeps; counts are of `found`, for all clients."""
 
     def __init__(self, address: str, found: collections.Counter[str], key: str = "") -> None:
-        self.place, self.found, self._key = address.removeprefix("http://"), found, key
+        self.place = address.removeprefix("http://")
+        self.found = found
+        self._key = key
         self.examples: list[str] = []
         self._local = threading.local()
 

@@ -104,7 +104,10 @@ class Sequence:
     """The operations of one hostile client; `records` are the checkpoints that it should have."""
 
     def __init__(self, client: Client, model: str, rng: random.Random, records: set[str]) -> None:
-        self.client, self.model, self.rng, self.records = client, model, rng, records
+        self.client = client
+        self.model = model
+        self.rng = rng
+        self.records = records
         self.session = client.ask("create_session", {})["session_id"]
         self.runs: list[str] = []
         self.numbers = collections.Counter[str]()

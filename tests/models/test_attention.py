@@ -176,7 +176,9 @@ def test_chunks_of_a_row_see_those_before_them(cached):
 @pytest.mark.parametrize("cached", [Rows, PortableRows, pages, portable_pages])
 def test_numbers_of_others_that_are_not_finite_change_no_bit(cached, bad):
     """Entries behind the length, of other rows, and new tokens of other rows; own ones do count."""
-    C, lengths, slot_T = 3, (3, 7, 2), np.array([0, 1, 2])
+    C = 3
+    lengths = (3, 7, 2)
+    slot_T = np.array([0, 1, 2])
     *new, keys, values, length_B = inputs(9, lengths)
     packed = packed_nodes.pack(
         stack([Draft([1, 2], [-1, 0])] * 3, 9), np.full(3, 2), np.arange(3), 3, 9, 12

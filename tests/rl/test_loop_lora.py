@@ -146,7 +146,9 @@ def test_an_end_of_a_run_names_no_folder_of_this_machine_and_checks_its_base(tin
     copied = shutil.copytree(config.policy.directory, tmp_path / "policy")
     policy = dataclasses.replace(config.policy, directory=str(copied))
     config = dataclasses.replace(config, policy=policy)
-    inputs, folder, show = open_inputs(config), tmp_path / "run", tiny_run.Recorder()
+    inputs = open_inputs(config)
+    folder = tmp_path / "run"
+    show = tiny_run.Recorder()
     folder.mkdir()
     _, state = setup.make_learner(config, inputs, None)
     process = run_process._RunProcess(config, inputs, folder, None, ALONE)

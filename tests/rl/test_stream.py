@@ -240,7 +240,9 @@ def test_a_request_that_cannot_run_is_refused(policy, stream):
 def test_a_broken_adapter_fails_its_own_requests_alone(policy, stream, drafting, bad, drafts):
     """Good ones beside it, and later ones in its rows, have the bits that they have alone."""
     one = drafting if drafts else stream
-    good, broken, prompt = moved(policy, 1), moved(policy, 2, bad), (1, 2, 3)
+    good = moved(policy, 1)
+    broken = moved(policy, 2, bad)
+    prompt = (1, 2, 3)
     sampling = SamplingConfig(max_new_tokens=12)
     wanted = {f"{i}": SampleRequest(good, (*prompt, i), 2, sampling, f"{i}") for i in range(6)}
     failing = {f"b{i}": SampleRequest(broken, (*prompt, i), 3, sampling, f"b{i}") for i in range(3)}

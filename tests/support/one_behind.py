@@ -94,7 +94,9 @@ class OneBehind:
         for g, (key, tokens, number) in enumerate(
             zip(new.keys, new.tokens, new.numbers, strict=True)
         ):
-            group, cached, renewals = len(before) + g, {}, 0
+            group = len(before) + g
+            cached = {}
+            renewals = 0
             if system.reuse.mode.repeats and (last := system.cache.get(key)) is not None:
                 renewals = last.renewals + (not last.taught)
                 of_back = system.cache.get(key, system.reuse.mode.back)

@@ -94,7 +94,9 @@ def test_rules_that_come_and_go_end_each_request_where_its_own_do(requests, row_
 
 def test_rules_take_the_memory_of_the_requests_that_run():
     """Ten thousand requests, ordinary stops with a limit of each, then other stops of each."""
-    endings, rows, sizes = Endings(SamplingConfig(), (END,), WORDS), [], []
+    endings = Endings(SamplingConfig(), (END,), WORDS)
+    rows = []
+    sizes = []
     made = []
     for i in range(10_000):
         strings = ("\n\nQuestion:", "</answer>") if i < 9_900 else (f"{i}", "</answer>")

@@ -20,7 +20,10 @@ class Service:
     """The service, with the rows of each run by its id."""
 
     def __init__(self, offline=False, rewinds=True):
-        self.runs, self.is_open, self.offline, self.rewinds = {}, set(), offline, rewinds
+        self.runs = {}
+        self.is_open = set()
+        self.offline = offline
+        self.rewinds = rewinds
         self.fails = False
 
     def init(self, *, project, name, dir, id, resume=None, resume_from=None):

@@ -87,7 +87,9 @@ class Disk:
     """Writes of this process's records, of which some fail; `room` bytes are left."""
 
     def __init__(self, monkeypatch, room=None):
-        self.room, self._write, self._sync = room, os.write, os.fsync
+        self.room = room
+        self._write = os.write
+        self._sync = os.fsync
         self.fails_to_sync = False
         monkeypatch.setattr(os, "write", self.write)
         monkeypatch.setattr(os, "fsync", self.sync)

@@ -107,7 +107,9 @@ def test_bodies_of_much_memory_are_refused(place, account, body, status):
 
 
 def test_others_are_answered_while_a_large_body_is_parsed(place, monkeypatch):
-    parse, began, ended = requests._parsed, threading.Event(), threading.Event()
+    parse = requests._parsed
+    began = threading.Event()
+    ended = threading.Event()
 
     def slowly(body):
         began.set()

@@ -15,7 +15,9 @@ class Policy:
     """A policy whose weights are a number."""
 
     def __init__(self, weights=0):
-        self.weights, self.loads, self.on_load = weights, 0, lambda: None
+        self.weights = weights
+        self.loads = 0
+        self.on_load = lambda: None
 
     def with_new_adapter(self):
         return self
