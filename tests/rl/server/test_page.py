@@ -23,6 +23,9 @@ from rl.server.records import Records
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
 SIZES = ("--gin.Policy.lora_rank=16", "--gin.Engine.slots=8", "--gin.Engine.min_slots=8")
+# The client's daemon thread can abort the interpreter while it exits (2 of 240 under load), after all
+# of the page's code has run: the process ends before the interpreter does.
+END = "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)\n"
 AFTERWARDS = """
 again = service.create_training_client_from_state_with_optimizer(PATH).result()
 print(again.get_info().lora_rank)
@@ -53,7 +56,7 @@ def started(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 def run(code: str, address: str) -> str:
     names = {"TINKER_BASE_URL": address, "TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0"}
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code + END],
         cwd=ROOT,
         env=os.environ | names | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
