@@ -80,6 +80,21 @@ def run(
 
     `before` is the configuration of a resumed run so far; `place` is a trainer process's on Ray.
     """
+    status = _join_and_train(config, inputs, folder, before, place)
+    if status == 0:
+        join.leave()
+    elif join.has_joined():
+        leave(status)  # jax may abort an interpreter that ends after process 0
+    return status
+
+
+def _join_and_train(
+    config: TrainConfig,
+    inputs: Inputs,
+    folder: Path,
+    before: TrainConfig | None,
+    place: Place | None,
+) -> int:
     shared = dataclasses.replace(config, cluster=config.cluster.shared)
     try:
         folders = inputs.policy, config.draft_model_folder
@@ -105,8 +120,6 @@ def run(
             return one.failed_disk(error)
         except Exception as error:
             return one.failed(error)
-    if status == 0:
-        join.leave()
     return status
 
 

@@ -103,11 +103,18 @@ def join(config: ClusterConfig, identify: Callable[[], Mapping[str, str]]) -> Pr
     return processes
 
 
-def leave() -> None:
-    """End this process's part in the job, once all are done."""
+def has_joined() -> bool:
+    """Return whether this process is one of a job of jax's."""
     import jax
 
-    if jax.distributed.is_initialized():
+    return jax.distributed.is_initialized()
+
+
+def leave() -> None:
+    """End this process's part in the job, once all are done."""
+    if has_joined():
+        import jax
+
         jax.distributed.shutdown()
 
 
