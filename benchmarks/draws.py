@@ -61,7 +61,8 @@ def gumbel(logits_RV: jax.Array, keys_R: jax.Array) -> jax.Array:
     return jnp.argmax(draw_schemes.noisy(logits_RV, keys_R), axis=-1)
 
 
-cdf, gumbel_blocks = jax.jit(draw_schemes.cdf), jax.jit(draw_schemes.gumbel_blocks)
+cdf = jax.jit(draw_schemes.cdf)
+gumbel_blocks = jax.jit(draw_schemes.gumbel_blocks)
 
 
 def prices(num_rows: int, repeats: int) -> dict[str, Any]:
@@ -72,7 +73,6 @@ def prices(num_rows: int, repeats: int) -> dict[str, Any]:
     x_R1D = jnp.asarray(rng.standard_normal((num_rows, 1, MODEL.d_model), np.float32))
     keys_R = jax.random.split(sampling.step_key(0, 0), num_rows)
     mass = jax.block_until_ready(jax.jit(sampling.masses)(logits_RV))
-    blocks = mass.of_tokens_CW, mass.of_blocks_C
 
     def seconds(run: Callable[..., jax.Array], *given: Any) -> float:
         start_s = time.perf_counter()
@@ -82,9 +82,11 @@ def prices(num_rows: int, repeats: int) -> dict[str, Any]:
     taken = in_turns(
         {
             "products": partial(seconds, products, MODEL, params, x_R1D),
-            "cdf": partial(seconds, cdf, *blocks, keys_R),
+            "cdf": partial(seconds, cdf, mass.of_tokens_CW, mass.of_blocks_C, keys_R),
             "gumbel": partial(seconds, gumbel, logits_RV, keys_R),
-            "gumbel_blocks": partial(seconds, gumbel_blocks, *blocks, keys_R),
+            "gumbel_blocks": partial(
+                seconds, gumbel_blocks, mass.of_tokens_CW, mass.of_blocks_C, keys_R
+            ),
         },
         repeats,
     )
@@ -104,15 +106,16 @@ def drawn(logits_MRV: jax.Array, keys_R: jax.Array, sizes: tuple[int, ...]) -> d
     mass_MRV = jnp.exp(logits_MRV - jnp.max(logits_MRV, axis=-1, keepdims=True))
     for W in sizes:
         mass_MRCW = mass_MRV.reshape(*mass_MRV.shape[:2], -1, W)
-        blocks = mass_MRCW, sum_in_order(mass_MRCW)
-        of[f"gumbel_blocks_{W}"] = gumbel_blocks(*blocks, keys_MR)
-        of[f"cdf_{W}"] = cdf(*blocks, keys_MR)
+        mass_MRC = sum_in_order(mass_MRCW)
+        of[f"gumbel_blocks_{W}"] = gumbel_blocks(mass_MRCW, mass_MRC, keys_MR)
+        of[f"cdf_{W}"] = cdf(mass_MRCW, mass_MRC, keys_MR)
     return of
 
 
 def changes(num_rows: int, moves: tuple[float, ...], sizes: tuple[int, ...]) -> dict[str, Any]:
     """Return the share of draws that differ, by scheme and deviation of the logits' moves."""
-    rng, found = np.random.default_rng(0), dict[str, list[np.ndarray]]()
+    rng = np.random.default_rng(0)
+    found = dict[str, list[np.ndarray]]()
     for first in range(0, num_rows, AT_ONCE):
         logits_RV = peaked_logits(AT_ONCE, MODEL.vocab_size, rng)
         moved = [m * rng.standard_normal(logits_RV.shape, np.float32) for m in moves]

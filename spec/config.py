@@ -33,11 +33,11 @@ class SamplingConfig:
     update, and costs a large vocabulary up to as much as the policy; `gumbel_blocks` does so for
     blocks, then inside one, and is as cheap as `cdf`; `auto` is `gumbel_blocks` in a run that
     verifies earlier draws with the same noise (`Reuse.mode = "coupled"`, `Sched.mode = "ahead"`),
-    else `cdf`. A response ends with the first
-    end token of the model or its tokenizer or of `stop_ids`, with the first token that completes
-    one of the strings in `stop`, or at `max_new_tokens`, and includes it. `by_task` has other
-    settings for tasks by name: "gsm: temperature=0.6, max_new_tokens=128"; values are JSON, and
-    `stop` and `stop_ids` are added to the general ones.
+    else `cdf`. A response ends with the first end token of the model or its tokenizer or of
+    `stop_ids`, with the first token that completes one of the strings in `stop`, or at
+    `max_new_tokens`, and includes it. `by_task` has other settings for tasks by name: "gsm:
+    temperature=0.6, max_new_tokens=128"; values are JSON, and `stop` and `stop_ids` are added to
+    the general ones.
     """
 
     temperature: float = 1.0

@@ -66,7 +66,8 @@ def cdf(mass_CW: jax.Array, mass_C: jax.Array, keys: jax.Array) -> jax.Array:
     second the float32 difference, 2⁻²⁴ of all mass, which is too coarse for rare tokens. A token of
     mass 0 is never drawn.
     """
-    u_2, W = uniforms(keys), mass_CW.shape[-1]
+    u_2 = uniforms(keys)
+    W = mass_CW.shape[-1]
     upto_C = jnp.cumsum(mass_C, axis=-1)
     block = _first_above(mass_C, upto_C, u_2[..., 0] * upto_C[..., -1])
     mass_W = _of_block(mass_CW, block)
@@ -80,8 +81,8 @@ def _races(mass_CW: jax.Array, mass_C: jax.Array, keys: jax.Array) -> tuple[jax.
 
     All blocks share those of the places, since a draw looks inside one.
     """
-    C, W = mass_C.shape[-1], mass_CW.shape[-1]
-    wait_X = exponentials(keys, C + W)
+    C = mass_C.shape[-1]
+    wait_X = exponentials(keys, C + mass_CW.shape[-1])
     return wait_X[..., :C], wait_X[..., C:]
 
 
@@ -106,7 +107,9 @@ def ranked_blocks(
     A score is minus the lead of the drawn block over the token's, less the lead of that block's
     best token over it. They are of logits, up to a constant.
     """
-    C, W, V = mass_C.shape[-1], mass_CW.shape[-1], logits_V.shape[-1]
+    V = logits_V.shape[-1]
+    C = mass_C.shape[-1]
+    W = mass_CW.shape[-1]
     wait_C, wait_W = _races(mass_CW, mass_C, keys)
     block_C = jnp.log(mass_C / wait_C)
     best_C = jnp.log(jnp.max(mass_CW / wait_W[..., None, :], axis=-1))[..., :C]

@@ -208,7 +208,9 @@ def _blocks(mass_V: jax.Array, axes: Axes) -> tuple[jax.Array, jax.Array]:
 
     The C blocks hold the vocabulary, however it is split; C' − C more are padding.
     """
-    (V, W), (rows_axis, vocab_axis) = (mass_V.shape[-1], block_tokens(mass_V.shape[-1])), axes
+    V = mass_V.shape[-1]
+    W = block_tokens(V)
+    rows_axis, vocab_axis = axes
     # as many blocks for each part of the vocabulary: else every device would gather all of it
     over = -V % (W * ways_in_use(vocab_axis))
     mass_CW = jnp.pad(mass_V, [(0, 0)] * (mass_V.ndim - 1) + [(0, over)])
@@ -258,10 +260,11 @@ def rank_draws(
     greedy = temperature[..., None] <= 0
     if scheme == "gumbel":
         return jnp.where(greedy, logits_V, draw_schemes.noisy(logits_V, keys))
-    mass, score_V = masses(logits_V), logits_V
+    mass = masses(logits_V)
+    score_V = logits_V
     if scheme == "gumbel_blocks":
-        blocks = mass.of_tokens_CW, mass.of_blocks_C
-        score_V = jnp.where(greedy, logits_V, draw_schemes.ranked_blocks(logits_V, *blocks, keys))
+        score_V = draw_schemes.ranked_blocks(logits_V, mass.of_tokens_CW, mass.of_blocks_C, keys)
+        score_V = jnp.where(greedy, logits_V, score_V)
     drawn, _ = draw(logits_V, keys, temperature, scheme, mass)
     return jnp.where(jnp.arange(logits_V.shape[-1]) == drawn[..., None], jnp.inf, score_V)
 

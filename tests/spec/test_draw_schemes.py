@@ -19,7 +19,7 @@ from spec import draw_schemes, sampling
 from spec.config import DRAWS
 
 FALSE_ALARM = 1e-6
-BLOCKS = jax.jit(sampling._blocks, static_argnums=1)
+BLOCKS = jax.jit(functools.partial(sampling._blocks, axes=sampling.ROLLOUT_AXES))
 DRAW = jax.jit(sampling.draw, static_argnums=3)
 RANK = jax.jit(sampling.rank_draws, static_argnums=3)
 COLLECTIVE = re.compile(r" = \(?(\S+) (?:all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(")
@@ -206,7 +206,7 @@ def enumerated(mass_V, races=None):
     ratio_Q = quantile_Q / (1 - quantile_Q)
     of_blocks, of_places = (x.reshape(-1) for x in np.meshgrid(ratio_Q, ratio_Q))
     wait_R4 = np.stack([of_blocks, 0 * of_blocks + 1, of_places, 0 * of_places + 1], axis=1)
-    blocks = BLOCKS(np.broadcast_to(np.float32(mass_V), (QUANTILES**2, len(mass_V))), ("a", "b"))
+    blocks = BLOCKS(np.broadcast_to(np.float32(mass_V), (QUANTILES**2, len(mass_V))))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draw_schemes, "exponentials", lambda wait_RX, count: wait_RX[:, :count])
         if races is not None:
@@ -248,7 +248,7 @@ def test_mass_zero_never_wins_whatever_the_noise():
     rng = np.random.default_rng(0)
     mass_RV = np.where(rng.random((R, V)) < 0.1, rng.random((R, V)), 0).astype(np.float32)
     mass_RV[np.arange(R), rng.integers(0, V, R)] = 1
-    mass_RCW, mass_RC = BLOCKS(mass_RV, ("a", "b"))
+    mass_RCW, mass_RC = BLOCKS(mass_RV)
     longest, shortest = np.float32(24 * math.log(2)), np.float32(2**-33)
     wait_RC = np.where(mass_RC > 0, longest, shortest)
     for block in range(C):
@@ -263,7 +263,7 @@ def test_mass_zero_never_wins_whatever_the_noise():
 
 
 def counts_of(law_V, num_draws=2**17):
-    blocks = BLOCKS(law_V.astype(np.float32)[None], ("a", "b"))
+    blocks = BLOCKS(law_V.astype(np.float32)[None])
     draw = jax.jit(lambda *given: draw_schemes.gumbel_blocks(*given))
     given = (jnp.broadcast_to(x, (num_draws, *x.shape[1:])) for x in blocks)
     return np.bincount(np.asarray(draw(*given, row_keys(num_draws))), minlength=len(law_V))
@@ -297,7 +297,7 @@ def pairs_fail(of_first, of_second, cells):
 def test_noise_of_levels_positions_and_requests_is_independent(monkeypatch):
     """16 equal tokens in 4 blocks; pairs do not overlap."""
     B = N = 256
-    blocks = BLOCKS(np.full((B, N, 16), 1 / 16, np.float32), ("a", "b"))
+    blocks = BLOCKS(np.full((B, N, 16), 1 / 16, np.float32))
     keys_B = sampling.request_keys(sampling.step_key(0, 0), jnp.arange(B))
 
     def tokens(step_N):
