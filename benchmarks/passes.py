@@ -102,14 +102,21 @@ def _found(
     keys_X = sampling.position_keys(keys_B, places.position[:, None])[:, 0]
     processed_XV = sampling.processed_logits(logits_XV, one_X, top_k_X, top_p_X)
     mass = sampling.masses(processed_XV)
-    draws = [sampling.draw(processed_XV, keys_X, one_X, s, mass)[0] for s in DRAWS]
+    draws: dict[str, jax.Array] = {
+        scheme: sampling.draw(processed_XV, keys_X, one_X, scheme, mass)[0] for scheme in DRAWS
+    }
     next_logit_X = jnp.take_along_axis(processed_XV, places.following[:, None], axis=1)[:, 0]
-    tokens_X = jnp.where(next_logit_X > -jnp.inf, places.following, draws[0])
+    tokens_X = jnp.where(next_logit_X > -jnp.inf, places.following, draws["cdf"])
     if is_training:
         logprob_X, _ = sampling.log_probs(logits_XV, tokens_X, one_X, top_k_X, top_p_X)
     else:
         logprob_X, _ = sampling.given_log_probs(logits_XV, processed_XV, mass, tokens_X, one_X)
-    return Found(*draws, logprob_X, _bits(hidden_XD), _bits(logits_XV))
+    return Found(
+        **draws,
+        logprob=logprob_X,
+        hidden_bits=_bits(hidden_XD),
+        logit_bits=_bits(logits_XV),
+    )
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="cache")
@@ -298,8 +305,14 @@ class _Taken:
     def __init__(self, num_positions: int) -> None:
         whole = np.zeros(num_positions, np.int32)
         floats = np.full(num_positions, np.nan, np.float32)
-        draws = (whole.copy() for _ in DRAWS)
-        self.found = Found(*draws, floats, whole.copy(), whole.copy())
+        self.found = Found(
+            cdf=whole.copy(),
+            gumbel=whole.copy(),
+            gumbel_blocks=whole.copy(),
+            logprob=floats,
+            hidden_bits=whole.copy(),
+            logit_bits=whole.copy(),
+        )
 
     def put(self, found: Found, rows: np.ndarray, at: np.ndarray) -> None:
         for here, new in zip(self.found, jax.device_get(found), strict=True):
