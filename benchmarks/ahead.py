@@ -237,6 +237,7 @@ def measure(folder: Path, seeds: Sequence[int], steps: int) -> dict[str, Any]:
         same.append({"seed": seed, **differences(sync, ahead)})
         stands.setdefault("gumbel", kept(ahead))
     others = {
+        "gumbel_blocks": ("Sampling.draw='gumbel_blocks'",),
         "cdf": ("Sampling.draw='cdf'",),
         "gumbel_tenth_rate": (gumbel, slower),
         "cdf_tenth_rate": ("Sampling.draw='cdf'", slower),

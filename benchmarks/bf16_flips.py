@@ -32,7 +32,7 @@ from rl.rollout import generate
 from rl.trajectory import Request, Trajectory
 from spec import sampling
 from spec.budget.budget import FixedBudget
-from spec.config import SamplingConfig
+from spec.config import DRAWS, SamplingConfig
 from spec.sampling import step_key
 
 DTYPES = ("float32", "bfloat16")
@@ -237,6 +237,4 @@ def _named(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     sizes = {"seeds": 5, "prompts": 16, "group_size": 4, "new_tokens": 192}
-    environment.run(
-        __doc__, measure, choices={"draws": ("cdf", "gumbel")}, draws=("cdf", "gumbel"), **sizes
-    )
+    environment.run(__doc__, measure, choices={"draws": DRAWS}, draws=("cdf", "gumbel"), **sizes)

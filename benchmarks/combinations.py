@@ -223,7 +223,7 @@ def is_compared(row: Row) -> bool:
 
 def _draw(row: Row) -> str:
     exact_repeats = row["reuse"] == "coupled" or row["mode"] == "ahead"
-    return row.get("draw", "gumbel" if exact_repeats else "cdf")
+    return row.get("draw", "gumbel_blocks" if exact_repeats else "cdf")
 
 
 class Runs:

@@ -1,7 +1,7 @@
 """The same texts through every pass of a policy, and the bits that each finds.
 
 A text is a prompt and a response, all of whose tokens are given. After each of them but the last, a
-pass draws by both schemes, takes the log-probability of the next one, and sums the bits of the
+pass draws by all schemes, takes the log-probability of the next one, and sums the bits of the
 hidden state and of the logits, as integers: any other bit is another sum, but for one in 2³².
 Positions take turns: no cut, top-k, top-p. Where the next token is cut, the `cdf` draw's is taken.
 
@@ -29,7 +29,9 @@ from models.transformer import Params
 from rl import packing
 from spec import nodes as packed_nodes
 from spec import sampling
+from spec.config import DRAWS
 
+COUNTS = (*(f"tokens_{draw}" for draw in DRAWS), "logprobs", "hidden", "logits")
 TOP_K, TOP_P = 20, 0.9
 WAITS = 0.2  # of slots in a round of decoding: their positions come apart
 
@@ -50,6 +52,7 @@ class Found(NamedTuple):
 
     cdf: Any
     gumbel: Any
+    gumbel_blocks: Any
     logprob: Any
     hidden_bits: Any
     logit_bits: Any
@@ -99,14 +102,21 @@ def _found(
     keys_X = sampling.position_keys(keys_B, places.position[:, None])[:, 0]
     processed_XV = sampling.processed_logits(logits_XV, one_X, top_k_X, top_p_X)
     mass = sampling.masses(processed_XV)
-    draws = [sampling.draw(processed_XV, keys_X, one_X, s, mass)[0] for s in ("cdf", "gumbel")]
+    draws: dict[str, jax.Array] = {
+        scheme: sampling.draw(processed_XV, keys_X, one_X, scheme, mass)[0] for scheme in DRAWS
+    }
     next_logit_X = jnp.take_along_axis(processed_XV, places.following[:, None], axis=1)[:, 0]
-    tokens_X = jnp.where(next_logit_X > -jnp.inf, places.following, draws[0])
+    tokens_X = jnp.where(next_logit_X > -jnp.inf, places.following, draws["cdf"])
     if is_training:
         logprob_X, _ = sampling.log_probs(logits_XV, tokens_X, one_X, top_k_X, top_p_X)
     else:
         logprob_X, _ = sampling.given_log_probs(logits_XV, processed_XV, mass, tokens_X, one_X)
-    return Found(draws[0], draws[1], logprob_X, _bits(hidden_XD), _bits(logits_XV))
+    return Found(
+        **draws,
+        logprob=logprob_X,
+        hidden_bits=_bits(hidden_XD),
+        logit_bits=_bits(logits_XV),
+    )
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="cache")
@@ -295,7 +305,14 @@ class _Taken:
     def __init__(self, num_positions: int) -> None:
         whole = np.zeros(num_positions, np.int32)
         floats = np.full(num_positions, np.nan, np.float32)
-        self.found = Found(whole, whole.copy(), floats, whole.copy(), whole.copy())
+        self.found = Found(
+            cdf=whole.copy(),
+            gumbel=whole.copy(),
+            gumbel_blocks=whole.copy(),
+            logprob=floats,
+            hidden_bits=whole.copy(),
+            logit_bits=whole.copy(),
+        )
 
     def put(self, found: Found, rows: np.ndarray, at: np.ndarray) -> None:
         for here, new in zip(self.found, jax.device_get(found), strict=True):
@@ -304,8 +321,7 @@ class _Taken:
 
 def differences(one: Found, other: Found) -> dict[str, Any]:
     """Return how many positions differ, and how far log-probabilities are apart at most."""
-    names = "tokens_cdf", "tokens_gumbel", "logprobs", "hidden", "logits"
     pairs = zip(one, other, strict=True)
-    differ = {n: int((a != b).sum()) for n, (a, b) in zip(names, pairs, strict=True)}
+    differ = {n: int((a != b).sum()) for n, (a, b) in zip(COUNTS, pairs, strict=True)}
     apart = np.abs(one.logprob - other.logprob).max(initial=0.0)
     return {"positions": len(one.cdf), **differ, "max_logprob_difference": float(apart)}

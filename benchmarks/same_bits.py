@@ -29,7 +29,7 @@ import numpy as np
 
 from benchmarks import cuts as cut_rows
 from benchmarks import environment, workloads
-from benchmarks.passes import Passes, Text, differences, random_texts
+from benchmarks.passes import COUNTS, Passes, Text, differences, random_texts
 from models import transformer
 from models.config import ModelConfig
 from models.transformer import Params
@@ -45,15 +45,15 @@ ODD = {
 LEARNED = "Speculation.sources=('history','group','learned')", "Speculation.budget='fixed:4'"
 BASES = {  # without drafts, by the noise of their draws
     "cdf": ("Speculation.budget='off'",),
-    "gumbel": ("Speculation.budget='off'", "Sampling.draw='gumbel'"),
+    "gumbel_blocks": ("Speculation.budget='off'", "Sampling.draw='gumbel_blocks'"),
     "repeated": ("Speculation.budget='off'", "Reuse.mode='repeated_noise'"),
 }
 RUNS: dict[str, tuple[str, tuple[str, ...]]] = {  # of a base
     "history, siblings, EAGLE": ("cdf", LEARNED),
     "two workers": ("cdf", (*LEARNED, "Sched.workers=2")),
-    "ahead": ("gumbel", (*LEARNED, "Sched.mode='ahead'")),
+    "ahead": ("gumbel_blocks", (*LEARNED, "Sched.mode='ahead'")),
     "ahead, two workers, pages": (
-        "gumbel",
+        "gumbel_blocks",
         (*LEARNED, "Sched.mode='ahead'", "Sched.workers=2", "Engine.cache='pages'"),
     ),
     "coupled": ("repeated", (*LEARNED, "Reuse.mode='coupled'")),
@@ -110,7 +110,7 @@ def passes(arguments: argparse.Namespace) -> dict[str, Any]:
             for row in rows_of(model, as_kind(kind, params), texts):
                 rows.append({"policy": name, "kind": kind, **row})
                 environment.progress(rows[-1])
-    names = "positions", "tokens_cdf", "tokens_gumbel", "logprobs", "hidden", "logits"
+    names = "positions", *COUNTS
     return {**{name: sum(row[name] for row in rows) for name in names}, "rows": rows}
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from models.layers import PRODUCT_AXES, sum_in_order
 from models.sharding import constrain, ways_in_use
+from spec import draw_schemes
 from spec.config import Draw, SamplingConfig
 
 KEY_IMPL = "threefry2x32"  # named, so that a changed default of jax changes no rollout
@@ -197,54 +198,32 @@ def _without(logits_V: jax.Array, least: jax.Array) -> jax.Array:
     return jnp.where(logits_V < least[..., None], -jnp.inf, logits_V)
 
 
-def uniforms(keys: jax.Array) -> jax.Array:
-    """Return two uniforms in [0, 1) per key, [..., 2]: for a block and for the token inside it."""
-    flat = jax.vmap(lambda k: jax.random.bits(k, (2,), jnp.uint32))(keys.reshape(-1))
-    u = flat.reshape(*keys.shape, 2).astype(jnp.float32) * np.float32(2**-32)
-    return jnp.minimum(u, np.float32(1 - 2**-24))  # the largest values round up to 1
-
-
-def _first_above(mass_N: jax.Array, upto_N: jax.Array, target: jax.Array) -> jax.Array:
-    """Return the first index of positive mass with cumulative mass above the target, else the last.
-
-    A scan in parallel rounds each entry separately, so that the cumulative mass may move by an ulp
-    at a mass of 0: looking at `upto` alone would draw there.
-    """
-    index_N = jnp.arange(mass_N.shape[-1])
-    positive_N = mass_N > 0
-    above_N = positive_N & (upto_N > target[..., None])
-    first = jnp.min(jnp.where(above_N, index_N, mass_N.shape[-1]), axis=-1)
-    return jnp.minimum(first, jnp.max(jnp.where(positive_N, index_N, 0), axis=-1))
-
-
 def block_tokens(vocab_size: int) -> int:
-    """Return the tokens of a block of the `cdf` draw, W: a power of two of about √V."""
+    """Return the tokens of a block, W: a power of two of about √V."""
     return 2 ** math.ceil(math.log2(vocab_size) / 2)
 
 
 def _blocks(mass_V: jax.Array, axes: Axes) -> tuple[jax.Array, jax.Array]:
-    """Return masses in blocks, [..., C, W], and the mass of each, [..., C], in `sum_in_order`."""
-    W, (rows_axis, vocab_axis) = block_tokens(mass_V.shape[-1]), axes
+    """Return masses in blocks, [..., C', W], and the mass of each, [..., C], in `sum_in_order`.
+
+    The C blocks hold the vocabulary, however it is split; C' − C more are padding.
+    """
+    V = mass_V.shape[-1]
+    W = block_tokens(V)
+    rows_axis, vocab_axis = axes
     # as many blocks for each part of the vocabulary: else every device would gather all of it
-    over = -mass_V.shape[-1] % (W * ways_in_use(vocab_axis))
+    over = -V % (W * ways_in_use(vocab_axis))
     mass_CW = jnp.pad(mass_V, [(0, 0)] * (mass_V.ndim - 1) + [(0, over)])
     mass_CW = mass_CW.reshape(*mass_V.shape[:-1], -1, W)
     rows = (rows_axis, *[None] * mass_V.ndim)[: mass_V.ndim - 1]
     mass_CW = constrain(mass_CW, *rows, vocab_axis, None)
-    return mass_CW, sum_in_order(mass_CW)
-
-
-def _log_total(mass_C: jax.Array, vocab_size: int, rows_axis: str) -> jax.Array:
-    """Return the log of the mass of all blocks, the same however the vocabulary is split."""
-    rows = (rows_axis, *[None] * mass_C.ndim)[: mass_C.ndim - 1]
     # gathered, then cut: XLA fails to partition the other order if the cut splits a part
-    mass_C = constrain(mass_C, *rows, None)
-    mass_C = mass_C[..., : -(-vocab_size // block_tokens(vocab_size))]  # the rest is padding
-    return jnp.log(sum_in_order(mass_C))
+    mass_C = constrain(sum_in_order(mass_CW), *rows, None)
+    return mass_CW, mass_C[..., : -(-V // W)]
 
 
 class Masses(NamedTuple):
-    """e^(logit − top) in blocks, [..., C, W] and [..., C], the top and log Σ of all, [...]."""
+    """e^(logit − top) in `_blocks`, [..., C', W] and [..., C], the top and log Σ of all, [...]."""
 
     of_tokens_CW: jax.Array
     of_blocks_C: jax.Array
@@ -256,7 +235,7 @@ def masses(logits_V: jax.Array, axes: Axes = ROLLOUT_AXES) -> Masses:
     """Return the masses of processed logits [..., V]."""
     top = jnp.max(logits_V, axis=-1)
     mass_CW, mass_C = _blocks(jnp.exp(logits_V - top[..., None]), axes)
-    return Masses(mass_CW, mass_C, top, _log_total(mass_C, logits_V.shape[-1], axes[0]))
+    return Masses(mass_CW, mass_C, top, jnp.log(sum_in_order(mass_C)))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -274,47 +253,20 @@ def _(axes: Axes, primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
     return (top, log_total), (jnp.zeros_like(top), jnp.sum(prob_V * tangent_V, axis=-1))
 
 
-def _draw_cdf(mass_CW: jax.Array, mass_C: jax.Array, keys: jax.Array) -> jax.Array:
-    """Draw a block by its cumulative mass, then a token of it.
-
-    Each search takes the first entry whose cumulative mass exceeds uniform · total: V/W + W
-    additions in sequence instead of V. Each has a separate uniform: one for both would leave the
-    second the float32 difference, 2⁻²⁴ of all mass, which is too coarse for rare tokens. A token of
-    mass 0 is never drawn.
-    """
-    u_2, W = uniforms(keys), mass_CW.shape[-1]
-    upto_C = jnp.cumsum(mass_C, axis=-1)
-    block = _first_above(mass_C, upto_C, u_2[..., 0] * upto_C[..., -1])
-    mass_W = jnp.take_along_axis(mass_CW, block[..., None, None], axis=-2)[..., 0, :]
-    rows = (ROLLOUT_AXES[0], *[None] * mass_W.ndim)[: mass_W.ndim - 1]
-    mass_W = constrain(mass_W, *rows, None)
-    upto_W = jnp.cumsum(mass_W, axis=-1)
-    inside = _first_above(mass_W, upto_W, u_2[..., 1] * upto_W[..., -1])
-    return (block * W + inside).astype(jnp.int32)
-
-
-def _perturbed(logits_V: jax.Array, keys: jax.Array) -> jax.Array:
-    """Return logit + Gumbel(r, t, token)."""
-    V = logits_V.shape[-1]
-    noise = jax.vmap(lambda k: jax.random.gumbel(k, (V,), jnp.float32, mode="high"))(
-        keys.reshape(-1)
-    )
-    return logits_V + noise.reshape(logits_V.shape)
-
-
-def _draw_gumbel(logits_V: jax.Array, keys: jax.Array) -> jax.Array:
-    """Return the argmax over tokens of logit + Gumbel(r, t, token)."""
-    return jnp.argmax(_perturbed(logits_V, keys), axis=-1).astype(jnp.int32)
-
-
 def rank_draws(
     logits_V: jax.Array, keys: jax.Array, temperature: jax.Array, scheme: Draw
 ) -> jax.Array:
     """Return scores [..., V]: highest of the draw, then of draws of a similar distribution."""
+    greedy = temperature[..., None] <= 0
     if scheme == "gumbel":
-        return jnp.where(temperature[..., None] <= 0, logits_V, _perturbed(logits_V, keys))
-    drawn, _ = draw(logits_V, keys, temperature, scheme)
-    return jnp.where(jnp.arange(logits_V.shape[-1]) == drawn[..., None], jnp.inf, logits_V)
+        return jnp.where(greedy, logits_V, draw_schemes.noisy(logits_V, keys))
+    mass = masses(logits_V)
+    score_V = logits_V
+    if scheme == "gumbel_blocks":
+        score_V = draw_schemes.ranked_blocks(logits_V, mass.of_tokens_CW, mass.of_blocks_C, keys)
+        score_V = jnp.where(greedy, logits_V, score_V)
+    drawn, _ = draw(logits_V, keys, temperature, scheme, mass)
+    return jnp.where(jnp.arange(logits_V.shape[-1]) == drawn[..., None], jnp.inf, score_V)
 
 
 def draw(
@@ -330,10 +282,11 @@ def draw(
     processed distribution; at temperature 0, of the unscaled one. `mass`: the logits' masses.
     """
     mass = mass or masses(logits_V)
-    if scheme == "cdf":
-        tokens = _draw_cdf(mass.of_tokens_CW, mass.of_blocks_C, keys)
+    if scheme == "gumbel":
+        tokens = jnp.argmax(draw_schemes.noisy(logits_V, keys), axis=-1).astype(jnp.int32)
     else:
-        tokens = _draw_gumbel(logits_V, keys)
+        of_blocks = draw_schemes.cdf if scheme == "cdf" else draw_schemes.gumbel_blocks
+        tokens = of_blocks(mass.of_tokens_CW, mass.of_blocks_C, keys)
     greedy = temperature <= 0
     tokens = jax.lax.cond(
         jnp.any(greedy),

@@ -18,12 +18,11 @@ from benchmarks.real_policy.acceptance import ratio
 from benchmarks.real_policy.ground import Ground, cached
 from models.transformer import Params
 from rl.trajectory import Trajectory
-from spec.config import Draw
+from spec.config import DRAWS, Draw
 from spec.reuse.prefix_rule import PrefixRule, log, parse_mode
 from spec.reuse.rollout_cache import CachedResponse
 
 RATES = (0.0, 1e-6, 1e-5, 1e-4)
-DRAWS: tuple[Draw, ...] = ("cdf", "gumbel")
 ROWS = 4  # of a pass
 LENIENCES = {"1": "lenient:1", "e^0_2": "lenient:e^0.2", "e^0_5": "lenient:e^0.5"}
 
@@ -59,7 +58,7 @@ def measure(ground: Ground) -> dict[str, Any]:
         for draw in DRAWS:
             scored = verify(ground, ground.updated(rate), ground.responses(draw), draw)
             rows[draw][f"{rate:.0e}"] = row = coupled(ground, scored)
-            if draw == DRAWS[0]:  # lenience does not depend on the draw
+            if draw == "cdf":  # lenience does not depend on the draw
                 row["lenient"] = {n: lenient(ground, scored, m) for n, m in LENIENCES.items()}
     return {"update": ground.update[1], "rows": rows}
 

@@ -52,8 +52,8 @@ SAMPLINGS = {
     "top_k": SamplingConfig(temperature=1.3, top_k=4, max_new_tokens=MAX_NEW),
     "greedy": SamplingConfig(temperature=0.0, top_p=0.9, top_k=3, max_new_tokens=MAX_NEW),
     "gumbel": SamplingConfig(draw="gumbel", max_new_tokens=MAX_NEW),
-    "gumbel_cool": SamplingConfig(
-        temperature=0.7, top_k=20, top_p=0.9, draw="gumbel", max_new_tokens=MAX_NEW
+    "blocks_cool": SamplingConfig(
+        temperature=0.7, top_k=20, top_p=0.9, draw="gumbel_blocks", max_new_tokens=MAX_NEW
     ),
 }
 

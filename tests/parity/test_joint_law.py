@@ -20,6 +20,7 @@ from scipy.stats import chi2
 from models import kv_cache, transformer
 from models.config import ModelConfig
 from spec import sampling, verify
+from spec.config import DRAWS
 from spec.drafter import PADDING
 from spec.nodes import Nodes, by_slot
 from spec.verify import Slots
@@ -214,7 +215,7 @@ def test_the_law_is_worth_testing(law):
     assert np.count_nonzero(law * B * BATCHES >= 5) > 40
 
 
-@pytest.mark.parametrize("scheme", ["cdf", "gumbel"])
+@pytest.mark.parametrize("scheme", DRAWS)
 def test_plain_decoding_and_any_drafts_have_the_exact_law(params, law, kernel, plain, scheme):
     plain_RT = plain(scheme, 1)
     assert not g_test_fails(plain_RT, law)
@@ -223,16 +224,17 @@ def test_plain_decoding_and_any_drafts_have_the_exact_law(params, law, kernel, p
     np.testing.assert_array_equal(drafted_RT, plain_RT)
 
 
-def test_another_policy_with_the_same_noise_has_its_own_exact_law(law, kernel, plain):
+@pytest.mark.parametrize("scheme", ["gumbel", "gumbel_blocks"])
+def test_another_policy_with_the_same_noise_has_its_own_exact_law(law, kernel, plain, scheme):
     """Last epoch's noise and responses, as drafts, say nothing of what this policy may give."""
     moved = make_params(MODEL, scale=1.4, seed=4)
-    past_RT = plain("gumbel", 1)
+    past_RT = plain(scheme, 1)
     drafts = drafts_from_the_answer(past_RT)
-    now_RT = sample(moved, kernel, 1, "gumbel", drafts)
+    now_RT = sample(moved, kernel, 1, scheme, drafts)
     assert not g_test_fails(now_RT, law_of(moved))
     assert g_test_fails(now_RT, law)
     # coupled: the two agree more often than two rollouts with noise of their own
-    other_RT = sample(moved, kernel, 2, "gumbel")
+    other_RT = sample(moved, kernel, 2, scheme)
     assert (now_RT[:, 0] == past_RT[:, 0]).mean() > (other_RT[:, 0] == past_RT[:, 0]).mean() + 0.1
 
 

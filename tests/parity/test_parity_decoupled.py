@@ -59,7 +59,7 @@ def decoupled(links, name, plan=WINDOW):
     [
         ("plain", DraftPlan(3)),
         ("greedy", DraftPlan(2)),
-        ("gumbel_cool", DraftPlan(3, decoupled=False)),
+        ("blocks_cool", DraftPlan(3, decoupled=False)),
     ],
 )
 def test_chains_that_run_ahead(golden, rollout, engine, params, small_params, name, plan):
@@ -82,7 +82,7 @@ def test_the_policy_itself_runs_ahead_and_nothing_is_rolled_back(golden, rollout
 
 @pytest.mark.parametrize(
     ("name", "proposal"),
-    [("plain", "likeliest"), ("greedy", "likeliest"), ("gumbel_cool", "shared_noise")],
+    [("plain", "likeliest"), ("greedy", "likeliest"), ("blocks_cool", "shared_noise")],
 )
 def test_all_cases_one_round_ahead(golden, rollout, engine, params, small_params, name, proposal):
     link = SteppedLink(cases(engine, small_params, name, proposal=proposal))

@@ -48,7 +48,7 @@ def drafter(engine, params, name, model=SMALL, config=CONFIG, **options):
 
 @pytest.mark.parametrize(
     ("name", "proposal"),
-    [("plain", "likeliest"), ("greedy", "shared_noise"), ("gumbel_cool", "shared_noise")],
+    [("plain", "likeliest"), ("greedy", "shared_noise"), ("blocks_cool", "shared_noise")],
 )
 def test_alone_and_with_others(golden, rollout, engine, params, small_params, name, proposal):
     for with_others in (False, True):
@@ -58,14 +58,14 @@ def test_alone_and_with_others(golden, rollout, engine, params, small_params, na
         assert not differences(golden(name), got)
         drafted, accepted = engine.stats.drafted_by_source, engine.stats.accepted_by_source
         assert 0 < accepted[Source.MODEL] < drafted[Source.MODEL]
-        if name == "gumbel_cool":  # others do not repeat themselves, or as the small model says
+        if name == "blocks_cool":  # others do not repeat themselves, or as the small model says
             assert (drafted[Source.OWN] > 0) == with_others
     assert max(misscored(params, got, SAMPLINGS[name]).values()) < TOLERANCE
 
 
 @pytest.mark.parametrize(
     ("name", "proposal"),
-    [("plain", "shared_noise"), ("gumbel_cool", "shared_noise"), ("greedy", "likeliest")],
+    [("plain", "shared_noise"), ("blocks_cool", "shared_noise"), ("greedy", "likeliest")],
 )
 def test_the_policy_itself_drafts_what_it_then_draws(
     golden, rollout, engine, params, name, proposal

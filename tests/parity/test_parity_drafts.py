@@ -50,7 +50,7 @@ def test_wrong_chains_are_never_accepted(golden, rollout, engine):
     assert engine.stats.drafted_nodes > engine.stats.tokens
 
 
-@pytest.mark.parametrize("name", ["plain", "cool", "gumbel_cool"])
+@pytest.mark.parametrize("name", ["plain", "cool", "blocks_cool"])
 def test_the_right_branch_of_a_bush_is_found(golden, rollout, name):
     got = rollout(name, drafter=Bushy(golden(name)))
     assert not differences(golden(name), got)

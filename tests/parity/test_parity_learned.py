@@ -131,7 +131,7 @@ def test_rounds_on_the_device_take_the_best_of_all_trees_under_goodput(
 
 
 def test_drafts_by_the_noise_of_their_positions(golden, rollout, params, keeping):
-    name = "gumbel_cool"
+    name = "blocks_cool"
     engine, tree = keeping("eagle"), TreeConfig(max_depth=4, top_k=2, proposal="shared_noise")
     context = engine.drafter_context(RolloutSpec(params, SAMPLINGS[name], STEP_KEY))
     maker = learned("eagle", tree, draft_vocab_size=40)

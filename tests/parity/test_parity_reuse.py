@@ -135,7 +135,7 @@ def test_without_a_rule_cached_responses_are_ignored(golden, rollout, requests, 
 
 
 @both_ways
-@pytest.mark.parametrize("name", ["plain", "greedy", "gumbel_cool"])
+@pytest.mark.parametrize("name", ["plain", "greedy", "blocks_cool"])
 def test_coupled_accepts_what_it_draws_itself(
     golden, rollout, requests, reusing, params, name, times
 ):

@@ -67,7 +67,7 @@ def make(kind, golden, requests):
     return parts[kind]()
 
 
-@pytest.mark.parametrize("name", ["plain", "cool", "top_k", "greedy", "gumbel_cool"])
+@pytest.mark.parametrize("name", ["plain", "cool", "top_k", "greedy", "blocks_cool"])
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_all_sources_together(golden, rollout, requests, engine, params, name, budget):
     want = golden(name)

@@ -527,14 +527,14 @@ def test_one_of_two_workers_that_drafts_leaves_nobody_to_help(tiny):
     [
         (("Sampling.draw='auto'",), "cdf"),
         (("Sampling.draw='auto'", "Reuse.mode='lenient:e^0.5'"), "cdf"),
-        (("Sampling.draw='auto'", "Reuse.mode='coupled'"), "gumbel"),
-        (("Sampling.draw='auto'", "Reuse.mode='repeated_noise'"), "gumbel"),
+        (("Sampling.draw='auto'", "Reuse.mode='coupled'"), "gumbel_blocks"),
+        (("Sampling.draw='auto'", "Reuse.mode='repeated_noise'"), "gumbel_blocks"),
         (("Reuse.mode='coupled'", "Sampling.draw='cdf'"), "cdf"),
-        (("Sampling.draw='auto'", "Sched.mode='ahead'"), "gumbel"),
+        (("Sampling.draw='auto'", "Sched.mode='ahead'"), "gumbel_blocks"),
         (("Sampling.draw='gumbel'",), "gumbel"),
     ],
 )
-def test_what_the_same_noise_draws_again_is_drawn_by_gumbel_unless_it_is_named(
+def test_what_the_same_noise_draws_again_is_drawn_by_gumbel_blocks_unless_it_is_named(
     tiny, overrides, scheme
 ):
     assert SamplingConfig().draw == "auto"

@@ -70,7 +70,7 @@ def test_a_learned_drafter_in_a_run_that_is_resumed(tiny, tmp_path):
 @pytest.mark.parity
 def test_workers_with_every_drafter_and_reuse(tiny, narrow, tmp_path):
     """They train the drafter in their spare time, and all of it changes no token of one engine."""
-    coupled = ("Reuse.mode='coupled'", "Sampling.draw='gumbel'", "Run.steps=6")
+    coupled = ("Reuse.mode='coupled'", "Sampling.draw='gumbel_blocks'", "Run.steps=6")
     drafts = (
         *(*LEARNED, *BANDIT, *WORKERS, "Engine.min_slots=2", "Drafter.checkpoint_every_steps=1"),
         "Speculation.sources=('group', 'own', 'learned', 'model')",
@@ -100,7 +100,7 @@ def test_a_step_begun_ahead_with_drafts_further_phases_and_corrections(tiny, nar
     """On workers whose batches shrink."""
     drafts = (*DRAFTS, "Speculation.sources=('last', 'history', 'group', 'own')")
     dapo = (*DAPO, "Trainer.minibatches=2", "Run.steps=4", "Engine.min_slots=2")
-    more = ("Algorithm.correction='sequence_tis:2'", "Sampling.draw='gumbel'")
+    more = ("Algorithm.correction='sequence_tis:2'", "Sampling.draw='gumbel_blocks'")
     settings = (*WORKERS, "Sched.mode='ahead'", *drafts, *dapo, *more, rewarded(tiny, "lucky"))
     done = compiles_nothing_late(tiny, tmp_path, *settings)
     assert_lengths_vary(done.rows)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from spec import sampling
-from spec.config import SamplingConfig
+from spec.config import DRAWS, SamplingConfig
 
 PROCESSED = jax.jit(sampling.processed_logits)
 LOG_PROBS = jax.jit(sampling.log_probs)
@@ -80,120 +80,12 @@ def test_greedy_rows_are_neither_cut_nor_scaled():
 
 def test_greedy_takes_the_first_of_equals():
     logits = np.asarray([[0, 2, 2, 1]], np.float32)
-    for scheme in ("cdf", "gumbel"):
+    for scheme in DRAWS:
         tokens, _ = DRAW(logits, row_keys(1), np.zeros(1, np.float32), scheme)
         assert tokens.tolist() == [1]
 
 
-@pytest.fixture
-def draw_at(monkeypatch):
-    """`_draw_cdf` at chosen uniforms, [R, 2] or one for both searches, instead of a key's."""
-    monkeypatch.setattr(sampling, "uniforms", lambda uniforms: uniforms)
-
-    @jax.jit
-    def step(mass_RV, u_R2):
-        return sampling._draw_cdf(*sampling._blocks(mass_RV, sampling.ROLLOUT_AXES), u_R2)
-
-    def draw(mass_RV, u_RU):
-        u_RU = np.asarray(u_RU, np.float32).reshape(len(mass_RV), -1)
-        return np.asarray(step(mass_RV, np.broadcast_to(u_RU, (len(mass_RV), 2))))
-
-    return draw
-
-
-@pytest.mark.parametrize("V", [1, 5, 64, 67, 300])
-def test_cdf_draw_inverts_the_distribution_of_blocks_and_that_inside(draw_at, V):
-    rng = np.random.default_rng(V)
-    R, W = 400, sampling.block_tokens(V)
-    mass_RV = softmax64(3 * rng.standard_normal((R, V))).astype(np.float32)
-    u_R2 = rng.random((R, 2)).astype(np.float32)
-    mass_RCW = np.pad(mass_RV.astype(np.float64), ((0, 0), (0, -V % W))).reshape(R, -1, W)
-
-    def invert(mass_RN, u_R):
-        upto_RN = np.cumsum(mass_RN, axis=-1) / mass_RN.sum(-1, keepdims=True)
-        # nearer to a boundary float32 may round either way
-        return (upto_RN <= u_R[:, None]).sum(-1), np.abs(upto_RN - u_R[:, None]).min(-1) > 1e-6
-
-    block_R, clear_of_blocks_R = invert(mass_RCW.sum(-1), u_R2[:, 0])
-    inside_R, clear_inside_R = invert(mass_RCW[np.arange(R), block_R], u_R2[:, 1])
-    clear_R = clear_of_blocks_R & clear_inside_R
-    assert clear_R.mean() > 0.99
-    want_R = block_R * W + inside_R
-    np.testing.assert_array_equal(draw_at(mass_RV, u_R2)[clear_R], want_R[clear_R])
-
-
-def test_rare_tokens_behind_all_others_are_drawn_at_their_rates(draw_at):
-    """A last block of 32 tokens of 2e-8 each, where float32 tells uniforms 6e-8 apart."""
-    V, W, rare = 1024, 32, 2e-8
-    mass_V = np.zeros(V, np.float32)
-    mass_V[0], mass_V[-W:] = 1.0, rare
-    least = np.float32(2**-24)  # between two uniforms above one half
-    first_U = 1 - least * np.arange(1, 41, dtype=np.float32)
-    tokens_U = draw_at(np.broadcast_to(mass_V, (40, V)), np.stack([first_U, first_U], axis=1))
-    in_block_U = tokens_U >= V - W
-    assert in_block_U.sum() * least == pytest.approx(W * rare, rel=0.2)
-    # inside it each of its tokens has the same share of the second uniform
-    inside_K = (np.arange(8 * W, dtype=np.float32) + 0.5) / (8 * W)
-    u_K2 = np.stack([np.full_like(inside_K, first_U[in_block_U][0]), inside_K], axis=1)
-    tokens_K = draw_at(np.broadcast_to(mass_V, (8 * W, V)), u_K2)
-    assert np.bincount(tokens_K - (V - W), minlength=W).tolist() == [8] * W
-
-
-def test_uniforms_are_below_one_and_fine_near_zero():
-    bits = np.asarray([0, 1, 2**31, 2**32 - 1], np.uint32)
-    original = jax.random.bits
-    try:
-        jax.random.bits = lambda key, shape, dtype: jnp.stack([key, 0 * key])
-        u_42 = np.asarray(sampling.uniforms(jnp.asarray(bits)))
-    finally:
-        jax.random.bits = original
-    want_4 = np.asarray([0, 2**-32, 0.5, 1 - 2**-24], np.float32)
-    np.testing.assert_array_equal(u_42, np.stack([want_4, np.zeros(4)], axis=1))
-
-
-def test_mass_zero_is_passed_over_where_the_running_sum_moves():
-    """A parallel scan rounds each entry on its own: by an ulp up or down where the mass is 0."""
-    ulp = 2**-23
-    mass_RN = np.asarray([[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0, 0, 1, 0], [0.5, 0, 0.5, 0]])
-    upto_RN = np.asarray(
-        [
-            [0.5, 1, 1 + ulp, 1 + ulp],  # target between 1 and its neighbour: no mass there
-            [0.5, 1, 1 - ulp, 1],
-            [0, ulp, 1, 1],
-            [0.5, 0.5 + ulp, 1, 1],
-        ]
-    )
-    target_R = np.asarray([1, 1 - ulp / 2, 0, 0.5])
-    float32 = (x.astype(np.float32) for x in (mass_RN, upto_RN, target_R))
-    assert jax.jit(sampling._first_above)(*float32).tolist() == [1, 1, 2, 2]
-
-
-def test_boundaries_of_a_large_vocabulary(draw_at):
-    rng = np.random.default_rng(0)
-    R, V = 8, 151_936
-    mass_RV = np.exp(2 * rng.standard_normal((R, V))).astype(np.float32)
-    mass_RV[rng.random((R, V)) > 0.0005] = 0
-    W = sampling.block_tokens(V)
-    upto_RCW = np.cumsum(
-        np.pad(mass_RV.astype(np.float64), ((0, 0), (0, -V % W))).reshape(R, -1, W), axis=-1
-    )
-    upto_RC = np.cumsum(upto_RCW[..., -1], axis=-1)
-    positive = [np.flatnonzero(row) for row in mass_RV]
-    rows = np.arange(R)
-    for trial in range(12):
-        at_R = np.asarray([rng.choice(p) for p in positive])
-        block_R, inside_R = at_R // W, at_R % W
-        of_block_R = upto_RC[rows, block_R] / upto_RC[:, -1]
-        of_token_R = upto_RCW[rows, block_R, inside_R] / upto_RCW[rows, block_R, -1]
-        u_R2 = np.stack([of_block_R, of_token_R], axis=1).astype(np.float32)
-        for _ in range(trial % 6):
-            u_R2 = np.nextafter(u_R2, np.float32(trial % 2))
-        tokens_R = draw_at(mass_RV, np.minimum(u_R2, np.float32(1 - 2**-24)))
-        assert (tokens_R < V).all()
-        assert (mass_RV[rows, tokens_R] > 0).all()
-
-
-@pytest.mark.parametrize("scheme", ["cdf", "gumbel"])
+@pytest.mark.parametrize("scheme", DRAWS)
 def test_recorded_log_probability_is_that_of_scoring(scheme):
     rng = np.random.default_rng(4)
     R, V = 300, 50
@@ -212,7 +104,7 @@ def test_recorded_log_probability_is_that_of_scoring(scheme):
     np.testing.assert_allclose(logprobs, np.log(mass_RV[np.arange(R), tokens]), atol=1e-5)
 
 
-@pytest.mark.parametrize("scheme", ["cdf", "gumbel"])
+@pytest.mark.parametrize("scheme", DRAWS)
 @pytest.mark.parametrize("V", [99, 700])
 def test_draws_recorded_values_and_the_trainer_share_their_bits(V, scheme):
     """Whatever the number of rows, and whichever of the three functions computes them."""
@@ -268,24 +160,6 @@ def test_keys_are_the_folds_of_the_contract():
             assert got == jax.random.key_data(want).tolist()
 
 
-def test_uniforms_of_requests_and_positions_are_independent():
-    """Correlation of neighbours among 128 × 128 uniforms; false alarm 1e-6 each (4.9 σ)."""
-    keys_B = sampling.request_keys(sampling.step_key(0, 0), jnp.arange(128))
-    positions_BN = jnp.broadcast_to(jnp.arange(128), (128, 128))
-    u_BN2 = np.asarray(jax.jit(sampling.uniforms)(sampling.position_keys(keys_B, positions_BN)))
-    z_BN2 = (u_BN2 - 0.5) * math.sqrt(12)
-    assert abs((z_BN2[..., 0] * z_BN2[..., 1]).sum()) / 128 < 4.9  # the two of a key
-    u_BN, z_BN = u_BN2[..., 0], z_BN2[..., 0]
-    assert len(np.unique(u_BN)) > 16_370  # 16,384 of 2³² values: about 0.03 collide
-    for a, b in ((z_BN[:, 1:], z_BN[:, :-1]), (z_BN[1:], z_BN[:-1]), (z_BN, z_BN.T)):
-        off = a.size if a.shape != z_BN.shape else a.size - 128
-        moment = (
-            (a * b).sum() if a.shape != z_BN.shape else (a * b).sum() - (z_BN.diagonal() ** 2).sum()
-        )
-        assert abs(moment) / math.sqrt(off) < 4.9 * 1.5  # the last sum counts each pair twice
-    assert abs(z_BN.mean()) * 128 < 4.9
-
-
 def test_gumbel_draw_is_the_argmax_of_noisy_logits():
     logits_RV = np.random.default_rng(0).standard_normal((20, 9)).astype(np.float32)
     keys = row_keys(20)
@@ -335,7 +209,7 @@ def drawn_and_given(logits_BV, temperature_B, cuts, scheme):
     return tokens_B, logprobs_B, given[0]
 
 
-@pytest.mark.parametrize("scheme", ["cdf", "gumbel"])
+@pytest.mark.parametrize("scheme", DRAWS)
 def test_logits_that_are_not_finite_show_in_the_log_probability_of_any_draw(scheme):
     """Whatever is cut, and of tokens that are given too: it is all that the engine looks at."""
     settings = [(t, k, p) for t in (0.0, 1.0) for k in (0, 1, 5) for p in (1.0, 0.5)]

@@ -41,7 +41,7 @@ COOL = SamplingConfig(temperature=0.7)
 SAMPLINGS = {
     "plain": SamplingConfig(),
     "cool": SamplingConfig(temperature=0.7, top_p=0.9, top_k=9),
-    "gumbel": SamplingConfig(temperature=1.2, draw="gumbel"),
+    "blocks": SamplingConfig(temperature=1.2, draw="gumbel_blocks"),
 }
 
 

@@ -159,7 +159,7 @@ def test_trees_are_those_of_a_search_that_is_written_out(design, ids, K, depth, 
         np.testing.assert_allclose(prob_BM[b, :n], [w[2] for w in want], rtol=2e-3)
 
 
-@pytest.mark.parametrize(("scheme", "ids"), [("cdf", IDS), ("gumbel", None)])
+@pytest.mark.parametrize(("scheme", "ids"), [("cdf", IDS), ("gumbel_blocks", None)])
 def test_drafts_of_shared_noise_are_drawn_with_the_noise_of_their_positions(scheme, ids) -> None:
     config, params, frozen, hidden, tokens = make("eagle", ids, seed=3)
     keys = sampling.request_keys(sampling.step_key(0, 0), jnp.arange(B))

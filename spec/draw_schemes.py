@@ -1,0 +1,127 @@
+"""The schemes of `Sampling.draw`: a token of a distribution by the noise of a key.
+
+All draw with the exact probabilities. `cdf` inverts a cumulative distribution. The other two take
+the highest of noisy tokens, which stays the highest far more often when probabilities move a
+little: `gumbel` has noise for every token, `gumbel_blocks` for every block of tokens and then for
+the tokens of one block. Masses are in blocks, [..., C', W] and [..., C] (`sampling.Masses`).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.layers import PRODUCT_AXES
+from models.sharding import constrain
+
+BELOW_ONE = np.float32(1 - 2**-24)  # the largest words round up to 1
+
+
+def _words(keys: jax.Array, count: int) -> jax.Array:
+    """Return random words of each key as float32 multiples of 2⁻³²; [..., count]."""
+    flat = jax.vmap(lambda k: jax.random.bits(k, (count,), jnp.uint32))(keys.reshape(-1))
+    return flat.reshape(*keys.shape, count).astype(jnp.float32) * np.float32(2**-32)
+
+
+def uniforms(keys: jax.Array) -> jax.Array:
+    """Return two uniforms in [0, 1) per key, [..., 2]: for a block and for the token inside it."""
+    return jnp.minimum(_words(keys, 2), BELOW_ONE)
+
+
+def exponentials(keys: jax.Array, count: int) -> jax.Array:
+    """Return exponential variables E = −log(1 − u) of each key, [..., count]; −log E are Gumbel.
+
+    One word each: small E decide draws, and are multiples of 2⁻³². None is 0 or infinite.
+    """
+    u = jnp.minimum(_words(keys, count) + np.float32(2**-33), BELOW_ONE)
+    return -jnp.log1p(-u)
+
+
+def _first_above(mass_N: jax.Array, upto_N: jax.Array, target: jax.Array) -> jax.Array:
+    """Return the first index of positive mass with cumulative mass above the target, else the last.
+
+    A scan in parallel rounds each entry separately, so that the cumulative mass may move by an ulp
+    at a mass of 0: looking at `upto` alone would draw there.
+    """
+    index_N = jnp.arange(mass_N.shape[-1])
+    positive_N = mass_N > 0
+    above_N = positive_N & (upto_N > target[..., None])
+    first = jnp.min(jnp.where(above_N, index_N, mass_N.shape[-1]), axis=-1)
+    return jnp.minimum(first, jnp.max(jnp.where(positive_N, index_N, 0), axis=-1))
+
+
+def _of_block(mass_CW: jax.Array, block: jax.Array) -> jax.Array:
+    """Return the masses of one block of each row, whole on every device; [..., W]."""
+    mass_W = jnp.take_along_axis(mass_CW, block[..., None, None], axis=-2)[..., 0, :]
+    rows = (PRODUCT_AXES[0], *[None] * mass_W.ndim)[: mass_W.ndim - 1]
+    return constrain(mass_W, *rows, None)
+
+
+def cdf(mass_CW: jax.Array, mass_C: jax.Array, keys: jax.Array) -> jax.Array:
+    """Draw a block by its cumulative mass, then a token of it.
+
+    Each search takes the first entry whose cumulative mass exceeds uniform · total: V/W + W
+    additions in sequence instead of V. Each has a separate uniform: one for both would leave the
+    second the float32 difference, 2⁻²⁴ of all mass, which is too coarse for rare tokens. A token of
+    mass 0 is never drawn.
+    """
+    u_2 = uniforms(keys)
+    W = mass_CW.shape[-1]
+    upto_C = jnp.cumsum(mass_C, axis=-1)
+    block = _first_above(mass_C, upto_C, u_2[..., 0] * upto_C[..., -1])
+    mass_W = _of_block(mass_CW, block)
+    upto_W = jnp.cumsum(mass_W, axis=-1)
+    inside = _first_above(mass_W, upto_W, u_2[..., 1] * upto_W[..., -1])
+    return (block * W + inside).astype(jnp.int32)
+
+
+def _races(mass_CW: jax.Array, mass_C: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return exponentials of the blocks, [..., C], and of the places inside a block, [..., W].
+
+    All blocks share those of the places, since a draw looks inside one.
+    """
+    C = mass_C.shape[-1]
+    wait_X = exponentials(keys, C + mass_CW.shape[-1])
+    return wait_X[..., :C], wait_X[..., C:]
+
+
+def gumbel_blocks(mass_CW: jax.Array, mass_C: jax.Array, keys: jax.Array) -> jax.Array:
+    """Draw a block, the argmax of log mass + Gumbel(r, t, block), then a token of it likewise.
+
+    P(token) = P(block) · P(token | block), by V/W + W random numbers instead of V. Computed as the
+    argmax of mass / E, which needs no logarithms of masses. A token of mass 0 is never drawn: the
+    drawn block has at least 2⁻³³/17 of the highest block's mass, so that no quotient underflows.
+    """
+    wait_C, wait_W = _races(mass_CW, mass_C, keys)
+    block = jnp.argmax(mass_C / wait_C, axis=-1)
+    inside = jnp.argmax(_of_block(mass_CW, block) / wait_W, axis=-1)
+    return (block * mass_CW.shape[-1] + inside).astype(jnp.int32)
+
+
+def ranked_blocks(
+    logits_V: jax.Array, mass_CW: jax.Array, mass_C: jax.Array, keys: jax.Array
+) -> jax.Array:
+    """Return scores of `gumbel_blocks`, [..., V]: highest where the least change leads to a draw.
+
+    A score is minus the lead of the drawn block over the token's, less the lead of that block's
+    best token over it. They are of logits, up to a constant.
+    """
+    V = logits_V.shape[-1]
+    C = mass_C.shape[-1]
+    W = mass_CW.shape[-1]
+    wait_C, wait_W = _races(mass_CW, mass_C, keys)
+    block_C = jnp.log(mass_C / wait_C)
+    best_C = jnp.log(jnp.max(mass_CW / wait_W[..., None, :], axis=-1))[..., :C]
+    lead_C = jnp.where(mass_C > 0, block_C - best_C, 0.0)  # of nothing: −∞ − −∞
+    noise_V = jnp.tile(-jnp.log(wait_W), C)[..., :V]
+    return logits_V + noise_V + jnp.repeat(lead_C, W, axis=-1)[..., :V]
+
+
+def noisy(logits_V: jax.Array, keys: jax.Array) -> jax.Array:
+    """Return logit + Gumbel(r, t, token), whose argmax is the draw of `gumbel`; [..., V]."""
+    V = logits_V.shape[-1]
+    noise = jax.vmap(lambda k: jax.random.gumbel(k, (V,), jnp.float32, mode="high"))(
+        keys.reshape(-1)
+    )
+    return logits_V + noise.reshape(logits_V.shape)
