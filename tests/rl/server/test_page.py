@@ -23,8 +23,8 @@ from rl.server.records import Records
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
 SIZES = ("--gin.Policy.lora_rank=16", "--gin.Engine.slots=8", "--gin.Engine.min_slots=8")
-# The client's daemon thread can abort the interpreter while it exits (2 of 240 under load), after all
-# of the page's code has run: the process ends before the interpreter does.
+# The client's daemon thread can abort an interpreter that exits (2 of 240 under load): the process
+# ends before.
 END = "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)\n"
 AFTERWARDS = """
 again = service.create_training_client_from_state_with_optimizer(PATH).result()
