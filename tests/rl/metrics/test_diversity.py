@@ -65,7 +65,7 @@ def slow_self_bleu(responses, group_ids):
             matches = sum(min(c, max(s[g] for s in of_siblings)) for g, c in counts.items())
             logs.append(math.log(max(matches, FLOOR) / sum(counts.values())))
         lengths = [len(r) for r in siblings]
-        closest = min(lengths, key=lambda r, own=len(response): (abs(r - own), r))
+        closest = min((abs(length - len(response)), length) for length in lengths)[1]
         scores.append(math.exp(min(0, 1 - closest / len(response)) + np.mean(logs)))
     return float(np.mean(scores)) if scores else math.nan
 
