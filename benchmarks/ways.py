@@ -223,7 +223,7 @@ def work_of(policy: str, prompts: int, group_size: int, slots: int) -> tuple[Any
     _, params = workloads.policy(folder)
     given = model, params, requests, config.sampling, model.eos_token_ids
     engine = config.engine
-    sizes = {"slots": slots, "min_slots": min(engine.min_slots, slots)}
+    sizes = {"slots": slots, "min_slots": min(slots, max(engine.min_slots, slots // 8))}
     return workloads.Workload(policy, *given, {}), dataclasses.replace(engine, **sizes)
 
 
@@ -238,8 +238,8 @@ class Checkout:
     plains: Mapping[str, str]
     policies: tuple[str, ...]
 
-    def start(self, **sizes: Any) -> Any:
-        """Return a child that answers this checkout's commands."""
+    def start(self, **sizes: Any) -> tuple[Any, dict[str, Any]]:
+        """Return a child that answers this checkout's commands, and its answer to the first."""
         from benchmarks.child import Child
 
         script = self.folder / "benchmarks" / f"{self.module}.py"

@@ -23,7 +23,7 @@ DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
 HISTORY = "history_of_results.md"
 BEGIN, END = "<!-- results: python -m docs.generate -->\n", "<!-- end of results -->\n"
-NONE_HOLDS = "No row of it was measured with this commit's code: see [their history]({}).\n"
+NONE_HOLDS = "No row of this section holds for this commit: [rows of earlier ones]({}).\n"
 
 COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,

@@ -1,5 +1,9 @@
 """Ways over plain decoding, from the seconds of scripted children."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from benchmarks import ways
@@ -83,3 +87,18 @@ def test_an_older_checkout_names_its_ways_by_its_own_module(tmp_path):
     module.write_text("raise ValueError('broken')\n")
     with pytest.raises(SystemExit, match="expected a checkout with benchmarks/before_after.py"):
         open_checkout("before", tmp_path)
+
+
+@pytest.mark.soak
+def test_every_way_rolls_out_and_exact_ones_have_the_tokens_of_plain_decoding(tmp_path):
+    output = tmp_path / "ways.json"
+    sizes = "--slots", "2", "--turns", "1", "--prompts", "1", "--group_size", "2"
+    policies = "--policies", ways.TINY, "downloads/none"
+    command = [sys.executable, "-m", "benchmarks.ways", *policies, *sizes, "--output", str(output)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = json.loads(output.read_text(encoding="utf-8"))
+    (row,) = found["rows"]
+    assert row["name"] == "tiny_2" and row["ways"].keys() == {*ways.WAYS} - {*ways.PLAINS}
+    assert found["differing_responses"] == 0 and 0 < row["kept"] <= 1
+    assert found["reached"] == (not row["lost"])
+    assert "downloads/none is left out" in done.stderr
