@@ -339,7 +339,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     sizes = {name: getattr(arguments, name) for name in ("prompts", "group_size")}
     for policy in arguments.policies:
         if not (ROOT / policy / "config.json").is_file():
-            progress(f"{policy} is left out: expected a policy there; {MADE_BY.get(policy)}")
+            hint = MADE_BY.get(policy, "give --policies with those that are there")
+            progress(f"{policy} is left out: expected a policy in that folder; fix: {hint}")
             continue
         for slots in arguments.slots:
             child, prepared = here.start(policy=policy, slots=slots, **sizes)

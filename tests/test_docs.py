@@ -189,10 +189,12 @@ def test_code_has_changed_unless_only_comments_have(tmp_path, monkeypatch):
     file = tmp_path / "room" / "a.py"
     file.parent.mkdir()
     file.write_text('"""A."""\n\n\ndef f():\n    """F."""\n    return 1\n')
+    assert older.no_git() == "this copy is not a git repository"
     git("init", "--quiet")
     git("add", ".")
     git("commit", "--quiet", "--message=x")
     commit = git("rev-parse", "HEAD")
+    assert older.no_git() == ""
     assert not changed('"""B."""\ndef f():  # one\n    """G."""\n    return (1)\n')
     assert changed('"""A."""\n\n\ndef f():\n    """F."""\n    return 2\n')
     assert older.has_changed("0" * 40, "room") and not older.has_changed(commit, "other")
