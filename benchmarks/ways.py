@@ -91,8 +91,6 @@ class Ways:
         """Draw with older weights, by each way's noise, what it reuses."""
         import jax
 
-        from spec.reuse.rollout_cache import CachedResponse, Scores
-
         work = self.bench.workload
         leaves, tree = jax.tree.flatten(work.params)
         keys = jax.random.split(jax.random.key(0), len(leaves))
@@ -101,17 +99,12 @@ class Ways:
             [x * (1 + n) if x.ndim > 1 else x for x, n in zip(leaves, noise, strict=True)]
         )
         self.requests = dict.fromkeys(WAYS, work.requests)
-        for way in ("lenient", "coupled", "ahead"):
-            plain = self._spec(LIKE.get(way, "plain"))
-            spec = dataclasses.replace(plain, params=older)
-            made = []
-            for r, t in zip(work.requests, self.bench.engine.run(spec, work.requests), strict=True):
-                scores = Scores(t.logprobs, t.emission_logprobs, t.policy_versions)
-                cached = CachedResponse(r.sample_index, t.response_ids, 0.0, scores)
-                begun = tuple(t.response_ids.tolist())
-                more = {"begun": begun} if way == "ahead" else {"cached": cached}
-                made.append(dataclasses.replace(r, **more))
-            self.requests[way] = tuple(made)
+        for plain, ways in (("plain", ["lenient"]), ("plain_coupled", ["coupled", "ahead"])):
+            spec = dataclasses.replace(self._spec(plain), params=older)
+            drawn = self.bench.engine.run(spec, work.requests)
+            for way in ways:
+                pairs = zip(work.requests, drawn, strict=True)
+                self.requests[way] = tuple(reusing(way, request, t) for request, t in pairs)
 
     def _kept(self) -> float:
         """Return the share of the last rollout's tokens that older weights drew before it."""
@@ -183,6 +176,17 @@ class Ways:
             command = json.loads(line)
             answer = getattr(self, command.pop("do"))(**command)
             print(json.dumps(answer), file=answers, flush=True)
+
+
+def reusing(way: str, request: Any, older: Any) -> Any:
+    """Return a request that a way answers from a response that older weights have drawn."""
+    from spec.reuse.rollout_cache import CachedResponse, Scores
+
+    if way == "ahead":
+        return dataclasses.replace(request, begun=tuple(older.response_ids.tolist()))
+    scores = Scores(older.logprobs, older.emission_logprobs, older.policy_versions)
+    cached = CachedResponse(request.sample_index, older.response_ids, 0.0, scores)
+    return dataclasses.replace(request, cached=cached)
 
 
 def text_of(request: Any) -> Any:
@@ -308,7 +312,7 @@ class Turns:
 
 
 def take_turns(children: Mapping[str, Any], ways: Mapping[str, Sequence[str]], turns: int) -> Turns:
-    """Run every way of every child in turns; only one computes at a time."""
+    """Run every way of every child in turns, after their warm-up; only one computes at a time."""
     from benchmarks.turns import in_turns
 
     responses = dict[tuple[str, str], Any]()
@@ -322,7 +326,7 @@ def take_turns(children: Mapping[str, Any], ways: Mapping[str, Sequence[str]], t
 
     keys = [(name, way) for name, of_child in ways.items() for way in of_child]
     kinds = {" ".join(key): partial(seconds, key) for key in keys}
-    found = in_turns(kinds, turns, warm=1)
+    found = in_turns(kinds, turns, warm=0)
     return Turns({key: found[" ".join(key)].tolist() for key in keys}, responses)
 
 

@@ -30,8 +30,8 @@ class Scripted:
 
 
 def turns_of(seconds, responses):
-    """Return the turns of the ways that have seconds; the first turn warms up."""
-    child = Scripted({way: [99.0, *s] for way, s in seconds.items()}, responses)
+    """Return three turns of the ways that have seconds."""
+    child = Scripted(seconds, responses)
     return take_turns({"after": child}, {"after": list(seconds)}, 3)
 
 
