@@ -30,12 +30,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = "policies/tiny"
-# a policy, the configuration that it ships with, and the change of weights that makes it older,
-# relative to them: a larger one keeps hardly any token
+CHANGES = (0.02, 0.03, 0.045, 0.065, 0.09, 0.13, 0.2)  # of weights, relative to them
+# by policy: the configuration that it ships with, the changes to try that make its weights older,
+# and the share of tokens that the first of these keeps at most, about as in training
 POLICIES = {
-    TINY: ("configs/epochs_tiny.gin", 0.06),
-    "downloads/countdown": ("configs/countdown_cpu.gin", 0.01),
-    "downloads/smollm2": ("configs/smollm2_epochs_cpu.gin", 0.01),
+    TINY: ("configs/epochs_tiny.gin", (0.06,), 1.0),
+    "downloads/countdown": ("configs/countdown_cpu.gin", CHANGES, 0.4),
+    "downloads/smollm2": ("configs/smollm2_epochs_cpu.gin", CHANGES, 0.6),
 }
 MADE_BY = {"downloads/countdown": "make countdown", "downloads/smollm2": "make smollm2"}
 PLAINS = ("plain", "plain_coupled")
@@ -61,7 +62,7 @@ class Ways:
         self.bench = bench = speculation.open_bench(workload, config, reuse=True)
         if not workload.drafters:
             bench.workload = self._with_history(workload)
-        self._draw_older(POLICIES[policy][1])
+        kept = self._draw_older(*POLICIES[policy][1:])
         engine = bench.engine
         sched = SchedConfig(workers=2, chunk_tokens=64, policy="seer")
         half = max(1, slots // 2)
@@ -70,8 +71,7 @@ class Ways:
         self.workers = MultiEngine(engines, sched, seed=0)
         for way in WAYS:
             self.run(way)
-        self.run("plain_coupled")
-        return {"requests": len(workload.requests), "kept": self._kept()}
+        return {"requests": len(workload.requests), **kept}
 
     def _with_history(self, work: Any) -> Any:
         """Return the workload with drafters, whose history plain decoding has drawn."""
@@ -87,35 +87,27 @@ class Ways:
         drafters = workloads.retrieving(rows, past, [0.0] * len(past))
         return dataclasses.replace(work, drafters=drafters)
 
-    def _draw_older(self, change: float) -> None:
-        """Draw with older weights, by each way's noise, what it reuses."""
-        import jax
-
+    def _draw_older(self, changes: Sequence[float], max_kept: float) -> dict[str, float]:
+        """Draw with older weights, by each way's noise, what it reuses; return change and share."""
         work = self.bench.workload
-        leaves, tree = jax.tree.flatten(work.params)
-        keys = jax.random.split(jax.random.key(0), len(leaves))
-        noise = (change * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True))
-        older = tree.unflatten(
-            [x * (1 + n) if x.ndim > 1 else x for x, n in zip(leaves, noise, strict=True)]
-        )
         self.requests = dict.fromkeys(WAYS, work.requests)
-        for plain, ways in (("plain", ["lenient"]), ("plain_coupled", ["coupled", "ahead"])):
-            spec = dataclasses.replace(self._spec(plain), params=older)
+        now = self.bench.engine.run(self._spec("plain_coupled"), work.requests)
+        for change in changes:
+            older = changed(work.params, change)
+            spec = dataclasses.replace(self._spec("plain_coupled"), params=older)
             drawn = self.bench.engine.run(spec, work.requests)
-            for way in ways:
-                pairs = zip(work.requests, drawn, strict=True)
-                self.requests[way] = tuple(reusing(way, request, t) for request, t in pairs)
+            kept = share_kept([t.response_ids for t in now], [t.response_ids for t in drawn])
+            if kept <= max_kept:
+                break
+        for way in ("coupled", "ahead"):
+            self._reuse(way, drawn)
+        spec = dataclasses.replace(self._spec("plain"), params=older)
+        self._reuse("lenient", self.bench.engine.run(spec, work.requests))
+        return {"change": change, "kept": round(kept, 3)}
 
-    def _kept(self) -> float:
-        """Return the share of the last rollout's tokens that older weights drew before it."""
-        same = tokens = 0
-        for request, t in zip(self.requests["coupled"], self.done, strict=True):
-            now, before = t.response_ids, request.cached.tokens
-            n = min(len(now), len(before))
-            differs = now[:n] != before[:n]
-            same += int(differs.argmax()) if differs.any() else n
-            tokens += len(now)
-        return round(same / tokens, 3)
+    def _reuse(self, way: str, drawn: Sequence[Any]) -> None:
+        pairs = zip(self.bench.workload.requests, drawn, strict=True)
+        self.requests[way] = tuple(reusing(way, request, t) for request, t in pairs)
 
     def _spec(self, way: str, **options: Any) -> Any:
         from rl.engine.rollout_spec import RolloutSpec
@@ -176,6 +168,28 @@ class Ways:
             command = json.loads(line)
             answer = getattr(self, command.pop("do"))(**command)
             print(json.dumps(answer), file=answers, flush=True)
+
+
+def changed(params: Any, change: float) -> Any:
+    """Return weights with normal noise on matrices, relative to each number."""
+    import jax
+
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    noise = (change * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True))
+    return tree.unflatten(
+        [x * (1 + n) if x.ndim > 1 else x for x, n in zip(leaves, noise, strict=True)]
+    )
+
+
+def share_kept(now: Sequence[Any], older: Sequence[Any]) -> float:
+    """Return the share of tokens before a response's first difference from the older one."""
+    same = 0
+    for tokens, before in zip(now, older, strict=True):
+        n = min(len(tokens), len(before))
+        differs = tokens[:n] != before[:n]
+        same += int(differs.argmax()) if differs.any() else n
+    return same / sum(map(len, now))
 
 
 def reusing(way: str, request: Any, older: Any) -> Any:

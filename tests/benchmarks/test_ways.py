@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from benchmarks import ways
@@ -65,6 +66,12 @@ def test_a_guarded_way_that_loses_more_than_two_percent_is_named(seconds, fails)
     found = turns_of(taken, {way: [[1]] for way in taken}).over_plain(HERE)
     assert found["two_workers"]["over_plain"] < 0.98, "it has no guard"
     assert ways.lost(found) == fails
+
+
+def test_tokens_are_kept_up_to_the_first_difference():
+    now = [np.array([1, 2, 3, 4]), np.array([5, 6]), np.array([7, 8])]
+    older = [np.array([1, 2, 9, 4]), np.array([5, 6, 7]), np.array([7])]
+    assert ways.share_kept(now, older) == (2 + 2 + 1) / 8
 
 
 def test_an_older_checkout_names_its_ways_by_its_own_module(tmp_path):
