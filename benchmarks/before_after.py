@@ -88,8 +88,8 @@ def rollouts(before: Checkout, after: Checkout, arguments: argparse.Namespace) -
         "absent": {c.name: [way for way in every if way not in c.ways] for c in checkouts},
         "rows": [row(way, turns) for way in both],
     }
-    for name, ways in over_plain.items():
-        environment.progress(name, {way: figures["over_plain"] for way, figures in ways.items()})
+    for name, rows in over_plain.items():
+        environment.progress(name, {way: figures["over_plain"] for way, figures in rows.items()})
     environment.progress("absent", found["absent"])
     return found
 

@@ -59,7 +59,7 @@ def by_git(table: Mapping[str, Any], known: Mapping[str, list[str]]) -> dict[str
             for file in [file for _, file in section.get("columns", ())] or [row["file"]]:
                 commit = json.loads((RESULTS / file).read_text(encoding="utf-8"))["commit"]
                 paths = paths_of(table, file, row)
-                paths.sort(key=lambda path, file=file: path not in known.get(file, ()))
+                paths = [*(path for path in paths if path in known.get(file, ())), *paths]
                 if changed := next((path for path in paths if has_changed(commit, path)), None):
                     found.setdefault(file, set()).add(changed)
     return {file: sorted(paths) for file, paths in sorted(found.items())}
