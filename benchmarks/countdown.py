@@ -128,7 +128,7 @@ def against(rows: Sequence[Row], base: Sequence[Row], epoch_steps: int) -> dict[
         (plain seconds / plain response tokens) / (seconds / response tokens)
 
     `tail` is the share of its seconds that is gone. A pipeline's rollouts have no seconds apart.
-    `seconds` are of all steps.
+    `steps_limit` is the ratio of steps if rollouts took no time. `seconds` are of all steps.
     """
     found: dict[str, Any] = {}
     epochs = {"first": slice(0, epoch_steps), "later": slice(epoch_steps, None)}
@@ -143,6 +143,10 @@ def against(rows: Sequence[Row], base: Sequence[Row], epoch_steps: int) -> dict[
             if name in ("steps", "updates") or "time/rollout" in own[0]:
                 ratio = _total(plain, metric) / plain_tokens / (_total(own, metric) / tokens)
                 found[f"{epoch}/{name}"] = round(1 - 1 / ratio if name == "tail" else ratio, 3)
+        steps_s = _total(plain, SECONDS["steps"])
+        limit = steps_s / (steps_s - _total(plain, SECONDS["rollouts"]))
+        found[f"{epoch}/steps_limit"] = round(limit, 3)
+        found[f"{epoch}/steps_of_limit"] = round(found[f"{epoch}/steps"] / limit, 3)
     for metric in LATER:
         values = [row[metric] for row in rows[epoch_steps:] if metric in row]
         found[metric] = round(float(np.mean(values)), 3) if values else None

@@ -62,15 +62,17 @@ class Bench:
         return self.engine.stats.timeline
 
 
-def open_bench(workload: Workload, config: EngineConfig) -> Bench:
+def open_bench(workload: Workload, config: EngineConfig, *, reuse: bool = False) -> Bench:
+    """Compile what the workload's rollouts reach, with `reuse` chunks of it too; time rounds."""
     # a process may hold only so many memory mappings, and an executable takes hundreds
     jax.clear_caches()
     engine = Engine(workload.model, config, dtype=workload.params.final_norm_D.dtype)
     longest = max(len(r.prompt_ids) for r in workload.requests)
-    reach = Reach(len(workload.requests), longest, speculative=True)
+    reach = Reach(len(workload.requests), longest, speculative=True, reuse=reuse)
     compile_buckets.warm_up(engine, workload.params, workload.sampling, reach)
     buckets = list(round_buckets(engine, workload.sampling, reach))
-    times = round_times.measure(engine, workload.params, workload.sampling, buckets)
+    given = engine, workload.params, workload.sampling, buckets
+    times = round_times.measure(*given, draws=reuse)
     return Bench(workload, engine, times, buckets)
 
 

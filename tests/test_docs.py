@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from command_runs import call_main
 
-from docs import generate, prose
+from docs import generate, older, prose, results_page
 from models import hf
 from rl import export, train
 from rl.metrics.eval_metrics import EvalResponse, set_metrics
@@ -138,39 +138,87 @@ def test_the_diffs_of_the_how_tos_apply_and_pass_their_checks(tmp_path):
 
 @pytest.mark.parametrize("name", generate.PAGES)
 def test_generated_pages_are_current(name):
+    if name == generate.OLDER and (reason := older.no_git()):
+        pytest.skip(reason)
     assert page(name) == generate.PAGES[name](), "mend: python -m docs.generate"
 
 
 def test_every_result_file_has_a_row():
-    used = {row["file"] for row, _ in generate.rows()}
-    assert used == {path.name for path in generate.RESULTS.glob("*.json")}
+    used = {row["file"] for row, _ in results_page.rows()}
+    assert used == {path.name for path in results_page.RESULTS.glob("*.json")}
+
+
+def test_every_row_names_its_command_and_the_code_that_it_measures():
+    for row, _ in results_page.rows():
+        if "removed_after" not in row:
+            paths = older.paths_of(results_page.table(), row["file"], row)
+            assert paths and [path for path in paths if not (ROOT / path).exists()] == []
+    for measure in results_page.table()["measure"]:
+        module, *part = measure["command"].removeprefix("python -m ").split()
+        path = ROOT / module.replace(".", "/")
+        source = (path / "__main__.py") if path.is_dir() else path.with_suffix(".py")
+        assert all(f'"{word}"' in source.read_text(encoding="utf-8") for word in part), measure
+
+
+def test_rows_of_changed_code_leave_the_results_and_the_readme(monkeypatch):
+    chosen = next(row for row, _ in results_page.rows() if row.get("readme"))
+    path = older.paths_of(results_page.table(), chosen["file"], chosen)[0]
+    line = f"| {chosen['what']} |"
+    pages = results_page.results, results_page.readme, results_page.history
+    for changed, shown in (({}, [True, True, False]), ({chosen["file"]: [path]}, [0, 0, 1])):
+        monkeypatch.setattr(results_page, "older_by_file", lambda changed=changed: changed)
+        assert [line in make() for make in pages] == shown
+    assert f"older than `{path}` |" in results_page.history()
+
+
+def test_code_has_changed_unless_only_comments_have(tmp_path, monkeypatch):
+    def git(*arguments):
+        name = "-c", "user.name=x", "-c", "user.email=x@x"
+        done = subprocess.run(
+            ["git", *name, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    def changed(text):
+        file.write_text(text)
+        older.has_changed.cache_clear()
+        older.file_has_changed.cache_clear()
+        return older.has_changed(commit, "room")
+
+    monkeypatch.setattr(older, "ROOT", tmp_path)
+    file = tmp_path / "room" / "a.py"
+    file.parent.mkdir()
+    file.write_text('"""A."""\n\n\ndef f():\n    """F."""\n    return 1\n')
+    assert older.no_git() == "this copy is not a git repository"
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message=x")
+    commit = git("rev-parse", "HEAD")
+    assert older.no_git() == ""
+    assert not changed('"""B."""\ndef f():  # one\n    """G."""\n    return (1)\n')
+    assert changed('"""A."""\n\n\ndef f():\n    """F."""\n    return 2\n')
+    assert older.has_changed("0" * 40, "room") and not older.has_changed(commit, "other")
+    file.unlink()
+    older.has_changed.cache_clear()
+    assert older.has_changed(commit, "room")
 
 
 def test_met_and_missed_are_computed():
     row = {"what": "x", "kind": "measured", "file": "speculation.json", "show": "{:.2f}"}
-    value = generate.value_at(
-        json.loads((generate.RESULTS / row["file"]).read_text(encoding="utf-8")), "history_ratio"
+    value = results_page.value_at(
+        json.loads((results_page.RESULTS / row["file"]).read_text(encoding="utf-8")),
+        "history_ratio",
     )
     for goal, mark in ((f">= {value - 0.1}", "met"), (f">= {value + 0.1}", "**missed**")):
-        cells = generate.cells({**row, "values": ["history_ratio"], "goal": [goal]})
+        cells = results_page.cells({**row, "values": ["history_ratio"], "goal": [goal]})
         assert cells[4] == mark
 
 
 def test_the_readme_and_the_architecture_are_short():
     assert len(README.splitlines()) <= 110
     assert len(page("architecture.md").splitlines()) <= 400
-
-
-def test_the_readme_shows_rows_of_the_results():
-    shown = [line.split(" | ") for line in README.splitlines() if line.startswith("| ")]
-    rows = [[cell.strip("| ") for cell in cells] for cells in shown if cells[0] != "| what"]
-    known = [
-        [what, figure, goal.replace("\u00a0", " "), mark]
-        for _, (what, _, figure, goal, mark, _) in generate.rows()
-    ]
-    assert 5 <= len(rows) <= 10
-    assert [row for row in rows if row not in known] == []
-    assert {row[3] for row in rows} == {"met", "**missed**"}
+    marked = [row for row, _ in results_page.rows() if row.get("readme")]
+    assert 5 <= len(marked) <= 10
 
 
 # --- names ----------------------------------------------------------------------------

@@ -22,9 +22,7 @@ from rl.runtime.signals import Stopped, leave
 from rl.step import StepRecord
 from rl.system import System
 
-ONE_ROW = "micro-batches of one row"  # the least padding, if a step has few tokens
-VARIANTS = ("as shipped", ONE_ROW)
-SLOTS = 64  # of the configurations
+VARIANTS = ("as shipped",)
 Stepped = tuple[TrainState, RunPosition, StepRecord]
 
 
@@ -61,7 +59,7 @@ class CommandedStep:
 
 
 def settings(given: Given) -> list[str]:
-    """Return the command line of the run: the file's settings but for the given ones."""
+    """Return the command line of the run: the settings of the file and of all systems."""
     scratch = Path(given.scratch)
     questions = scratch / "questions.jsonl"
     _write_for_data_order(given, questions)
@@ -77,8 +75,6 @@ def settings(given: Given) -> list[str]:
         "Rollout.prompts_per_step": given.prompts_per_step,
         "Rollout.group_size": given.group_size,
         "Sampling.max_new_tokens": given.max_new_tokens,
-        "Speculation.sources": ("last", "history", "group", "own"),
-        "Speculation.budget": "goodput",
         "Trainer.minibatches": given.updates_per_step,
         "Optimizer.learning_rate": given.learning_rate,
         "Optimizer.schedule": "constant",
@@ -89,10 +85,6 @@ def settings(given: Given) -> list[str]:
         "Checkpoint.every_minutes": 0,
         "Metrics.tensorboard": False,
     }
-    if given.variant == ONE_ROW:
-        bindings["Trainer.micro_batch_tokens"] = 1
-    if given.responses < SLOTS:
-        bindings |= {"Engine.slots": given.responses, "Engine.min_slots": given.responses}
     return [f"--gin_file={given.config}", *(f"--gin.{k}={v!r}" for k, v in bindings.items())]
 
 

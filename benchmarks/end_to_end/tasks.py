@@ -45,7 +45,7 @@ class Work:
 
 WORK = {
     "policies/tiny": Work("configs/tiny_cpu.gin", "exact", 16, 8, 256, 1.2e-4, 4),
-    "downloads/smollm2": Work("configs/smollm2_cpu.gin", "brief", 4, 4, 64, 1e-5, 2),
+    "downloads/smollm2": Work("configs/smollm2_epochs_cpu.gin", "brief", 4, 4, 64, 1e-5, 2),
 }
 
 

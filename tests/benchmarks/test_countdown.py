@@ -77,6 +77,8 @@ def test_runs_are_compared_by_epoch():
     assert [found[f"later/{x}"] for x in ("rollouts", "steps", "tail")] == [2, 1.5, 0.75]
     assert (found["first/updates"], found["later/updates"]) == (1, 2), "a token's"
     assert found["spec/tokens_per_round"] == 3 and found["spec/accept_rate"] is None
+    assert found["later/steps_limit"] == 3, "6 s with a rollout of 4 s"
+    assert found["later/steps_of_limit"] == 0.5
     assert found["eval_reward"] == 0.75 and found["seconds"] == 8 * 4 + 6 * 4
     pipeline = [{k: x for k, x in row.items() if k != "time/rollout"} for row in faster]
     found = countdown.against(pipeline, plain, 4)
@@ -88,7 +90,7 @@ def write_run(cell, response):
     cell.folder.mkdir(parents=True)
     (cell.folder / "config.gin").write_text(dump(cell.config))
     names = "time/rollout", "time/update", "rollout/tail_s", "step_time", "entropy"
-    figures = dict.fromkeys(names, 1.0)
+    figures = dict.fromkeys(names, 1.0) | {"step_time": 2.0}
     lengths = dict.fromkeys(("count", "mean_length", "max_length"), len(response))
     figures |= {f"completions/{name}": n for name, n in lengths.items()}
     with MetricsWriter(cell.folder, cell.config.metrics) as writer:

@@ -106,7 +106,7 @@ def test_our_system_takes_steps_on_command_and_saves_what_loads(tmp_path, monkey
     }
     child = Child("reprise", [sys.executable, "-m", "benchmarks.baselines.reprise_grpo"], ROOT)
     try:
-        assert child.answer()["variants"] == ["as shipped", "micro-batches of one row"]
+        assert child.answer()["variants"] == ["as shipped"]
         assert child.ask(do="prepare", **given) == {}
         for _ in range(2):
             step = child.ask(do="step")

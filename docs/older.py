@@ -1,0 +1,99 @@
+"""Which results are older than the code that they measure, by git: docs/older.json.
+
+A result has the commit that it was measured at, and docs/results.toml the paths of the code that
+each command measures. A path has changed if one of its files has; of Python files, comments,
+docstrings and layout do not count. The file keeps what git has last said, for copies without git.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+OLDER = ROOT / "docs" / "older.json"
+
+
+def measure_of(table: Mapping[str, Any], file: str) -> Mapping[str, Any]:
+    """Return the measure of a result file: its command and the paths of the code."""
+    found = [measure for measure in table["measure"] if file in measure["files"]]
+    assert len(found) == 1, f"{file}: expected one [[measure]] with this file, got {len(found)}"
+    return found[0]
+
+
+def paths_of(
+    table: Mapping[str, Any], file: str, row: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Return the paths that a row measures, or its file: a name of `[rooms]` stands for several."""
+    named = (row or {}).get("paths") or measure_of(table, file)["paths"]
+    return [path for name in named for path in table["rooms"].get(name, [name])]
+
+
+def no_git() -> str:
+    """Return why git cannot compare this copy with earlier commits; "" if it can."""
+    try:
+        found = _git("rev-parse", "--show-toplevel", "--is-shallow-repository").split()
+    except FileNotFoundError:
+        return "git is not installed"
+    if not found or Path(found[0]) != ROOT:
+        return "this copy is not a git repository"
+    return "this copy has no earlier commits (a shallow clone)" if found[-1] == "true" else ""
+
+
+def by_git(table: Mapping[str, Any], known: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Return by result file a path of each row that has changed since the file's commit.
+
+    It is a path that is `known` to have changed, as long as it has, so that reasons last.
+    """
+    found = dict[str, set[str]]()
+    for section in table["section"]:
+        for row in section["row"]:
+            if "removed_after" in row:
+                continue
+            for file in [file for _, file in section.get("columns", ())] or [row["file"]]:
+                commit = json.loads((RESULTS / file).read_text(encoding="utf-8"))["commit"]
+                paths = paths_of(table, file, row)
+                paths = [*(path for path in paths if path in known.get(file, ())), *paths]
+                if changed := next((path for path in paths if has_changed(commit, path)), None):
+                    found.setdefault(file, set()).add(changed)
+    return {file: sorted(paths) for file, paths in sorted(found.items())}
+
+
+@functools.cache
+def has_changed(commit: str, path: str) -> bool:
+    """Return whether a path's code differs from a commit's; True if the commit is unknown."""
+    if not _git("rev-parse", "--quiet", "--verify", f"{commit}^{{commit}}"):
+        return True
+    files = _git("diff", "--name-only", commit, "--", path).splitlines()
+    return any(file_has_changed(commit, file) for file in files)
+
+
+@functools.cache
+def file_has_changed(commit: str, file: str) -> bool:
+    """Return whether a file that differs from a commit's differs in more than comments."""
+    if not file.endswith(".py") or not (ROOT / file).is_file():
+        return True
+    before, now = _git("show", f"{commit}:{file}"), (ROOT / file).read_text(encoding="utf-8")
+    return code_of(before) != code_of(now)
+
+
+def code_of(text: str) -> str:
+    """Return a Python file's statements without comments, docstrings and layout."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if ast.get_docstring(node, clean=False) is not None:
+                node.body = node.body[1:]
+    return ast.dump(tree)
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout
