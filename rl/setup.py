@@ -91,7 +91,8 @@ def build(
             )
         )
         greedy = config.sampling.temperature == 0
-        reuse = Reuse(config.reuse, cache, seed=config.run.seed, greedy=greedy)
+        own = {"seed": config.run.seed, "greedy": greedy, "seconds": speculation.seconds}
+        reuse = Reuse(config.reuse, cache, **own)
         learner, state = make_learner(config, inputs, mesh)
         engine = builder.engine(learner.recipe.trainer.dtype, speculation, drafter)
         rewards = builder.rewards()

@@ -83,8 +83,9 @@ def test_a_recorded_step_is_read_instead_of_measured(tmp_path):
     assert resumed.of(4, lambda: LOSS) == LOSS == SecondsRecord(folder).of(4, pytest.fail)
 
 
-def line(step="1", rollout_s="1", rounds="[]", has_history="true"):
+def line(step="1", rollout_s="1", rounds="[]", has_history="true", reuse_saved_s="0"):
     seconds = f'"rollout_s": {rollout_s}, "saved_s": 0, "has_history": {has_history}'
+    seconds += f', "reuse_saved_s": {reuse_saved_s}'
     return f'{{"step": {step}, {seconds}, "rounds": {rounds}}}'
 
 
@@ -95,6 +96,7 @@ def line(step="1", rollout_s="1", rounds="[]", has_history="true"):
         *(line(rounds=rounds) for rounds in ("[[4]]", "[3]", "[[4, 4, 64, 0, 1.0]]")),
         *(line(rollout_s=seconds) for seconds in ("NaN", "-1", "1e99")),
         line(has_history="1"),
+        line(reuse_saved_s="-1e99"),
     ],
 )
 def test_a_damaged_record_is_named(tmp_path, text):
