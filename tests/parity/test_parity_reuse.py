@@ -23,8 +23,10 @@ from test_parity_speculation import TIMES, make
 
 from models import transformer
 from rl.engine import cached_prefixes
+from rl.engine.cached_prefixes import CachedPrefixes
 from rl.engine.engine import Engine
 from rl.engine.rounds import Rounds
+from rl.engine.slot_table import SlotTable
 from rl.trajectory import FinishReason, Origin
 from spec.budget.budget import SeeingBudget
 from spec.budget.goodput import make_budget
@@ -209,6 +211,36 @@ def test_tokens_do_not_depend_on_what_is_verified_in_chunks(
         assert not seen["chunks"]
     else:
         assert 0 < seen["chunks"] < seen["decided"]
+
+
+def keeps_what_it_looked_ahead(table, row):
+    """A row that decodes instead goes on behind its cached tokens, which nobody has drawn."""
+    table.total_tokens_B[row] = table.known_tokens_B[row] + 1
+    table.missing_tokens_B[row] = 0
+    table.cached.watch(row)
+
+
+def stands_behind_a_difference(cached, chunks_TX, drawn_X, kind_X, *rows):
+    return kind_X
+
+
+@pytest.mark.parametrize(
+    ("decision", "owner", "name", "fault"),
+    [
+        ("never", SlotTable, "decode_instead", keeps_what_it_looked_ahead),
+        ("always", CachedPrefixes, "stand", stands_behind_a_difference),
+    ],
+    ids=["rows that decode instead", "passes"],
+)
+def test_planted_faults_of_priced_passes_are_found(
+    golden, rollout, requests, monkeypatch, decision, owner, name, fault
+):
+    want = golden("plain")
+    given = with_cached(requests, lambda r: changed(want, r))
+    monkeypatch.setattr(owner, name, fault)
+    with pytest.raises(AssertionError):  # of the engine itself, or here
+        got = rollout("plain", given, rule=rule("coupled"), times=PRICED[decision])
+        assert not differences(want, got)
 
 
 def _noted(rounds, calls, seen, way, rows):
