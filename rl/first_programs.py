@@ -204,6 +204,7 @@ def warm_up(
     if is_priced:
         speculation.times = times
     if reach.speculative:
+        assert speculation.times is not None
         if drafting is not None:
             costs = MeasuredCosts(times.rounds, moves.seconds)
             warm_up_drafting(sampling, engine, drafting, speculation, costs, told)

@@ -91,8 +91,12 @@ def build(
             )
         )
         greedy = config.sampling.temperature == 0
-        own = {"seed": config.run.seed, "greedy": greedy, "seconds": speculation.seconds}
-        reuse = Reuse(config.reuse, cache, **own)
+        reuse = Reuse(
+            *(config.reuse, cache),
+            seed=config.run.seed,
+            greedy=greedy,
+            seconds=speculation.seconds,
+        )
         learner, state = make_learner(config, inputs, mesh)
         engine = builder.engine(learner.recipe.trainer.dtype, speculation, drafter)
         rewards = builder.rewards()

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 MAX_SECONDS = 1e5  # of a round
 # names of tables
 ROUND, CHUNKS, DRAFT = "packed round", "draws in chunks", "draft "
-BESIDE = "draws in chunks beside a round"
+BESIDE = "draws in chunks with a round"
 CHUNKS_USED = 0.75  # measured with configs/epochs_tiny.gin: the last chunk of a response is cut
 NODES_USED = 0.6  # as well: chains are cut, and slots whose prompts are computed have none
 Table = Mapping[tuple[int, int, int], float]
@@ -39,7 +39,8 @@ class RoundTimes:
 
     `draft_seconds` are the additional seconds of each drafter on the device, by (slots, depth,
     positions); `chunk_seconds` the seconds of passes that draw after the tokens of chunks, by
-    (slots, tokens of chunks, positions), and `beside_seconds` of those beside a plain round.
+    (slots, tokens of chunks, positions), and `beside_seconds` the seconds of such a pass with a
+    plain round.
     """
 
     def __init__(

@@ -4,8 +4,8 @@ A request starts from its cached response of an earlier epoch (`rl.speculation.r
 early tokens, or from both in turn. They are verified in chunks with a draw after each token, before
 its row joins the rounds; if nodes take fewer seconds (`spec.round_times.RoundTimes.chunks_pay`) by
 rounds of the row, as chains of nodes. With the same noise a token is kept if the policy draws it;
-else a rule decides in the round. With the same noise a row may also decode instead (`watch`), where
-a pass does not pay (`spec.reuse.chunk_price`): its tokens are compared with the cached ones.
+else a rule decides in the round. With the same noise a row may also decode instead (`watch`), if a
+pass does not pay (`spec.reuse.chunk_price`): its tokens are compared with the cached ones.
 B = slots, L = response tokens, A = live requests, N = draft tokens of a request, M = nodes,
 X = tokens of chunks.
 """
@@ -23,9 +23,9 @@ from rl.engine.stats import CachedCounts
 from rl.trajectory import PartialRequest, Prefix, Request
 from spec.drafter import Drafts, LiveSlots, Source
 from spec.nodes import KEPT, NOT_GIVEN
+from spec.reuse.agreement import FIRST_RATE, Correction, expected_tokens
 from spec.reuse.chunk_price import ChunkPrice
 from spec.reuse.prefix_rule import PrefixRule
-from spec.reuse.standing import FIRST_RATE, Correction, expected_tokens
 from spec.sampling import NOISE_NAMES
 
 PRIOR_KEPT, PRIOR_TOKENS = 9.0, 10.0  # kept and verified tokens assumed at the start of a rollout
@@ -35,9 +35,9 @@ class CachedPrefixes:
     """The chains of B rows; row b may still keep its chain's tokens `emitted … end_B[b]`.
 
     `end_B` is 0 without an active chain. Without a `rule` cached responses are not used; `counts`
-    covers only cached responses. Chains are verified `in_chunks` or as nodes; those of `watched_B`
-    are only compared. `price` decides on passes of chunks (None: all are made); it expects that
-    early tokens miss at `begun_miss_rate`.
+    covers only cached responses. Chains are verified `in_chunks` or as nodes; in `watched_B`
+    they are only compared. `price` decides on passes of chunks (None: all are made); it expects
+    that early tokens miss at `begun_miss_rate`.
     """
 
     def __init__(
@@ -98,10 +98,7 @@ class CachedPrefixes:
     def expected_tokens(
         self, rows: Sequence[int], emitted_B: np.ndarray, limit_B: np.ndarray
     ) -> np.ndarray:
-        """Return how many tokens the next chunk of each row is expected to bring; 0 if it has none.
-
-        Where a rule decides, all that it has.
-        """
+        """Return how many tokens the next chunk of each row is expected to bring; 0 without one."""
         assert self.price is not None
         end_B = np.minimum(self.chunks_end_B, limit_B)
         left_R = np.clip(end_B - emitted_B, 0, self.price.chunk_tokens)[rows]

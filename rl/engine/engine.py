@@ -271,7 +271,7 @@ class Engine(ModelRunner):
         return spec.times is None or spec.times.chunks_pay(*bucket, chunk_tokens)
 
     def _chunk_price(self, spec: RolloutSpec) -> ChunkPrice | None:
-        """Return the price of passes; None where a rule has to decide, or nothing is measured."""
+        """Return the price of passes; None if a rule has to decide, or nothing is measured."""
         decides = spec.rule is not None and not spec.rule.mode.couples_noise
         if decides or spec.times is None:
             return None

@@ -236,7 +236,7 @@ class ModelRunner:
 
     @property
     def beside_chunks(self) -> list[int]:
-        """Return the numbers of chunks of those beside a round: one is enough for a row."""
+        """Return the numbers of chunks that draw together with a round: one suffices for a row."""
         return sorted({self.batch_ways, self.config.prefill_rows})
 
     def slots_for(self, num_requests: int) -> int:

@@ -20,8 +20,8 @@ from spec.budget.budget import Budget
 from spec.config import SamplingConfig
 from spec.drafter import Drafter
 from spec.eagle.training_data import HiddenStateSink
+from spec.reuse.agreement import FIRST_RATE
 from spec.reuse.prefix_rule import PrefixRule
-from spec.reuse.standing import FIRST_RATE
 from spec.round_times import RoundTimes
 
 
@@ -68,8 +68,8 @@ class RolloutSpec:
 
     `words` is the text of tokens, for stop strings. `drafts` makes each worker's drafter and
     budget; without a budget all draft tokens are verified. `rule` decides how much of cached
-    responses is kept (None: none); requests may have early tokens, if `begun`, which are expected
-    to miss at `begun_miss_rate`. `times`, measured seconds of rounds, choose between verifying
+    responses is kept (None: none); with `begun`, requests may have early tokens, expected to
+    miss at `begun_miss_rate`. `times`, measured seconds of rounds, choose between verifying
     these in chunks (None: always), as nodes, or by decoding. `sink` receives
     responses with hidden states. With `keeps_responses` a prompt may continue an earlier request's
     tokens in its row, as the turns of a dialogue do.

@@ -208,7 +208,7 @@ class Rounds:
         return [drawn for drawn, _ in results], np.concatenate(passes)
 
     def _chunks_beside(self, at: Sequence[int]) -> tuple[jax.Array, np.ndarray]:
-        """Call a round of roots beside chunks that draw; return its draws and its chunks."""
+        """Call a round of roots with chunks that draw; return its draws and its chunks."""
         table, rows, runner = self._table, self._rows, self._runner
         assert table.cached is not None
         slots, state = self._device_slots(), rows.for_round()

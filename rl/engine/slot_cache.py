@@ -28,7 +28,7 @@ from spec.verify import Slots, settle
 
 
 class NextDraws(NamedTuple):
-    """A pass of a chunk of each of these rows, alone or beside a plain round of the live rows."""
+    """A pass of a chunk of each of these rows, alone or with a plain round of the live rows."""
 
     rows: list[int]
     is_beside: bool
@@ -188,8 +188,8 @@ class SlotCache:
     def draws_next(self) -> NextDraws | None:
         """Return the next pass of chunks that draw; None: a round comes next.
 
-        Rows do not wait for others to fill a pass. Where the price of passes decides, rows that do
-        not pay for one decode from now on.
+        Rows do not wait for others to fill a pass. If passes are priced, rows that do not pay for
+        one decode from now on.
         """
         table = self.table
         if not table.verifies_in_chunks:
@@ -246,7 +246,7 @@ class SlotCache:
         return self._chunks(rows, size, table.cached_tokens_B, most_of_row=T)
 
     def pass_beside(self, rows: Sequence[int]) -> np.ndarray:
-        """Return a table of a chunk of each row, for a pass that draws beside a round."""
+        """Return a table of a chunk of each row, for a pass that draws with a round."""
         T = next(n for n in self._runner.beside_chunks if n >= len(rows))
         return self._drawing(rows, T)
 

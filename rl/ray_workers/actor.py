@@ -145,6 +145,7 @@ class WorkerActor:
                 speculation.times = load_or_measure(path, *measured)
                 rounds = path.read_text()
             if reach.speculative:
+                assert speculation.times is not None
                 separate = {MODEL: RemoteDrafts(print)} if settings.model_apart else None
                 args = settings.speculation, speculation.times, *measured[:3]
                 compile_buckets.compile_host_kernels(

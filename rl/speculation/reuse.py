@@ -21,10 +21,10 @@ from rl.engine.stats import EngineStats, cached_seconds
 from rl.speculation.config import MAX_SAMPLES, ReuseConfig
 from rl.trajectory import Origin, Prompt, Request, Trajectory
 from spec.config import SamplingConfig
+from spec.reuse.agreement import Agreement, RunMisses, agreement, miss_rate, miss_rates
 from spec.reuse.prefix_rule import PrefixRule, log, parse_mode, parse_schedule
 from spec.reuse.renewal import Renewal, renewed_name
 from spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache, Scores
-from spec.reuse.standing import RunMisses, Stood, miss_rate, miss_rates, stood
 from spec.round_times import RunSeconds
 from spec.sampling import NOISE_NAMES, step_key
 
@@ -145,12 +145,12 @@ class Reuse:
         """Return the group's responses with their expected miss rates."""
         if not self.mode.couples_noise:
             return group.responses
-        of_run = self._misses.rate
-        stood = {r.sample_index: r.stood for r in group.responses if r.stood is not None}
-        of_group = miss_rate(list(stood.values()), of_run)
-        rates = miss_rates(stood, of_run)
+        run_rate = self._misses.rate
+        known = {r.sample_index: r.agreement for r in group.responses if r.agreement is not None}
+        group_rate = miss_rate(list(known.values()), run_rate)
+        rates = miss_rates(known, run_rate)
         return [
-            dataclasses.replace(r, miss_rate=rates.get(r.sample_index, of_group))
+            dataclasses.replace(r, miss_rate=rates.get(r.sample_index, group_rate))
             for r in group.responses
         ]
 
@@ -168,13 +168,13 @@ class Reuse:
             remember(cache, keys, trajectories, scored=False)
             return {}
         renewals = {key: self._renewal.renewals(group) for key, group in last.items()}
-        how_far = self._stood(keys, trajectories, last)
-        self._misses.played([one for of_group in how_far.values() for one in of_group.values()])
+        agreements = self._agreements(keys, trajectories, last)
+        self._misses.played([one for group in agreements.values() for one in group.values()])
         kept = remember(
             *(cache, keys, trajectories),
             scored=self.mode.enabled,
             renewals=renewals,
-            stood=how_far,
+            agreements=agreements,
         )
         metrics = {"spec/renewed_groups": float(sum(map(self._renewal.is_due, kept.values())))}
         pairs = [
@@ -187,14 +187,14 @@ class Reuse:
             metrics["spec/repeated_fraction"] = repeated / len(pairs)
         return metrics | self._ages(trajectories, step)
 
-    def _stood(
+    def _agreements(
         self,
         keys: Sequence[str],
         trajectories: Sequence[Trajectory],
         last: Mapping[str, CachedGroup | None],
-    ) -> dict[str, dict[int, Stood]]:
-        """Return how far responses stood whose noise is the last epoch's, by sample."""
-        found: dict[str, dict[int, Stood]] = {}
+    ) -> dict[str, dict[int, Agreement]]:
+        """Compare responses with last epoch's, by sample, if they have the same noise."""
+        found: dict[str, dict[int, Agreement]] = {}
         if not (self.mode.enabled and self.mode.couples_noise):
             return found
         sizes = collections.Counter(keys[t.group_id] for t in trajectories)
@@ -205,7 +205,7 @@ class Reuse:
                 continue
             before = {r.sample_index: r.tokens for r in group.responses}
             if t.sample_index in before:
-                one = stood(before[t.sample_index], t.response_ids)
+                one = agreement(before[t.sample_index], t.response_ids)
                 found.setdefault(key, {})[t.sample_index] = one
         return found
 
@@ -270,12 +270,12 @@ def remember(
     *,
     scored: bool,
     renewals: Mapping[str, int] | None = None,
-    stood: Mapping[str, Mapping[int, Stood]] | None = None,
+    agreements: Mapping[str, Mapping[int, Agreement]] | None = None,
 ) -> dict[str, CachedGroup]:
     """Keep a step's responses for the next epoch, and return them; group g answered `keys[g]`.
 
-    `renewals` of each prompt's noise before they were drawn; none: 0. `stood`: how far the
-    responses stood that samples repeat.
+    `renewals` of each prompt's noise before they were drawn; none: 0. `agreements` of samples with
+    the responses before them.
     """
     groups: dict[str, dict[int, Trajectory]] = {key: {} for key in keys}
     for t in trajectories:
@@ -284,7 +284,7 @@ def remember(
     for key, group in groups.items():
         if not group:
             continue
-        before = {} if stood is None else stood.get(key, {})
+        before = {} if agreements is None else agreements.get(key, {})
         responses = [_cached(group[i], before.get(i), scored=scored) for i in sorted(group)]
         prompt_ids = np.asarray(next(iter(group.values())).prompt_ids, np.int32)
         taught = len(group) == 1 or len({t.reward for t in group.values()} - {None}) > 1
@@ -294,7 +294,7 @@ def remember(
     return kept
 
 
-def _cached(t: Trajectory, before: Stood | None, *, scored: bool) -> CachedResponse:
+def _cached(t: Trajectory, before: Agreement | None, *, scored: bool) -> CachedResponse:
     scores = Scores(t.logprobs, t.emission_logprobs, t.policy_versions) if scored else None
     return CachedResponse(t.sample_index, t.response_ids, t.reward or 0.0, scores, before)
 

@@ -14,8 +14,8 @@ NO_REUSE = ReuseMode("off")
 def reuse_saved_s(rounds: Sequence[RoundRecord], times: RoundTimes) -> float:
     """Return an estimate of the seconds that cached tokens saved against plain decoding.
 
-    The tokens of a pass of chunks count as the plain rounds in which all busy rows would draw as
-    many; cached tokens of nodes count as drafts do.
+    The tokens of a pass of chunks count as the plain rounds that would bring all busy rows as many;
+    cached tokens of nodes count as drafts do.
     """
     saved_s = seconds_saved([r for r in rounds if r.cached_nodes], times)
     for r in rounds:

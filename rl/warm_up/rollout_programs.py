@@ -231,7 +231,7 @@ class Pool:
         return (*self._at_rest(B, S), *self._drawing(T)), options
 
     def _drawing(self, T: int) -> tuple[Any, Any]:
-        """Return tables of chunks that draw, and of what is given after their tokens."""
+        """Return tables of chunks that draw, and of the tokens given to a rule."""
         C = self.engine.drawing_tokens
         inputs_2X = np.full((2, T * C), NOT_GIVEN, np.int32)
         return self._no_chunks(T, C), self.engine.argument(inputs_2X)

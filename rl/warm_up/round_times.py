@@ -141,7 +141,7 @@ def measure(
             with _decoding(beside, spec, B, S):
                 tries = [(M, rounds.seconds(M)) for M in [*sizes, *in_chunks] * (REPEATS + 1)]
                 drafts = {name: rounds.draft_seconds(d) for name, d in drafters.items()}
-            medians = _medians(tries)
+            medians: dict[Any, float] = _medians(tries)
             for one in in_chunks:
                 table = beside_seconds if one.is_beside else chunk_seconds
                 table[B, one.num_chunks * engine.drawing_tokens, S] = medians.pop(one)
@@ -178,7 +178,7 @@ def _decoding(
 
 
 def _passes(engine: Engine, num_slots: int) -> list[Pass]:
-    """Return the passes of chunks that draw, alone and beside a round."""
+    """Return the passes of chunks that draw, alone and with a round."""
     alone = [Pass(T, is_beside=False) for T in engine.drawing_chunks(num_slots)]
     return [*alone, *(Pass(T, is_beside=True) for T in engine.beside_chunks)]
 
@@ -283,7 +283,7 @@ class _Rounds:
             unpack_draws(results)
 
     def _chunks(self, T: int) -> tuple[Any, Any]:
-        """Return tables of chunks in the middle of rows, and of what is given after them."""
+        """Return tables of chunks in the middle of rows, and of the tokens given to a rule."""
         engine, C = self._engine, self._engine.drawing_tokens
         chunks_TX = engine.no_chunks(T, C)
         chunks_TX[:, 0] = np.arange(T) % len(self._table)

@@ -33,7 +33,7 @@ def step_seconds(
 ) -> StepSeconds:
     """Return the seconds of a step's rounds, and the seconds that its drafts saved at its pace.
 
-    Budgets decided by `times`. Tokens of reuse have savings of their own.
+    Budgets decided by `times`. Tokens of reuse have separate savings.
     """
     own_pace = at_its_pace(rounds, times)
     return StepSeconds(

@@ -26,8 +26,8 @@ from rl.trajectory import Request, Trajectory
 from rl.workers.messages import Returned
 from rl.workers.multi_engine import MultiEngine, collected
 from sched.policies.steps import Ahead
+from spec.reuse.agreement import Agreement, RunMisses
 from spec.reuse.prefix_rule import PrefixRule
-from spec.reuse.standing import RunMisses, Stood
 from spec.sampling import NOISE_NAMES
 
 AHEAD = 2**30 * NOISE_NAMES  # added to the numbers of requests that run ahead: the same noise
@@ -111,7 +111,7 @@ class AheadEngine(MultiEngine):
         finally:
             self.stats = self._session.stats(place)
             begun = self.stats.begun
-            self._misses.played([Stood(begun.kept_tokens, begun.decided_tokens)])
+            self._misses.played([Agreement(begun.kept_tokens, begun.decided_tokens)])
             self.stats.events = self._session.new_events()
             self.stats.pool = self._session.new_pool_counts()
             self.stats.parts, self._begun_parts = [*self._begun_parts, *self.stats.parts], []

@@ -1,15 +1,15 @@
 """Whether a pass of chunks that verifies cached tokens beats rounds, by measured seconds.
 
-Where the policy has to draw a cached token again, no token depends on how it is verified. Rows
-whose cached tokens do not pay for a pass decode instead, and drafters may propose these tokens. A
-pass of t seconds that brings e tokens (`spec.reuse.standing.expected_tokens`; live rows beside it
-bring one each) pays if
+If the policy has to draw a cached token again, no token depends on how it is verified. Rows whose
+cached tokens do not pay for a pass decode instead, and drafters may propose these tokens. A pass of
+t seconds that brings e tokens (`spec.reuse.agreement.expected_tokens`; one for each live row of the
+same program) pays if
 
     MARGIN · t  <  e · value,      value = plain seconds of a token / gain of drafts
 
-A token of B slots takes t(B) / requests. If all requests of a rollout are known, it is worth what a
-play of their last lengths, with and without the tokens that are expected to stand, saves for each
-of these: where only short responses stand, the longest ones take as many rounds as before.
+A token of B slots takes t(B) / requests. If all requests of a rollout are known, a play of their
+last lengths, with and without the tokens that are expected to agree, prices each of these: if only
+short responses agree, the longest ones take as many rounds as before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DECAY = 0.95  # of the gain of earlier rounds, a fetch
 
 
 class Pass(NamedTuple):
-    """A pass of so many chunks, beside a plain round of the live rows or alone."""
+    """A pass of so many chunks, with a plain round of the live rows or alone."""
 
     num_chunks: int
     is_beside: bool
@@ -47,7 +47,7 @@ class ChunkPrice:
     def __init__(self, times: RoundTimes, chunk_tokens: int) -> None:
         self._times, self.chunk_tokens = times, chunk_tokens
         self._plain_s = self._rounds_s = 0.0
-        self._token_s: float | None = None  # what a token of this rollout's requests is worth
+        self._token_s: float | None = None  # the value of a token of this rollout's requests
 
     def play(
         self, length_N: np.ndarray, rate_N: np.ndarray, num_slots: int, num_positions: int
@@ -129,9 +129,9 @@ GOLDEN = 0.6180339887498949
 
 
 def spread_kept(length_N: np.ndarray, rate_N: np.ndarray) -> np.ndarray:
-    """Return tokens that stand, up to a first difference: quantiles of its law, in no order.
+    """Return tokens that agree up to a first difference: quantiles of its law, in no order.
 
-    P(k tokens stand) = (1 − h)^k, at multiples of the golden ratio modulo 1.
+    P(k tokens agree) = (1 − h)^k, at multiples of the golden ratio modulo 1.
     """
     u_N = np.arange(1, len(length_N) + 1) * GOLDEN % 1
     keeps_N = np.clip(1 - rate_N, 1e-9, 1 - 1e-9)

@@ -11,9 +11,9 @@ from rl.engine.stats import EngineStats
 from rl.speculation.config import MAX_SAMPLES, ReuseConfig, check_coupling
 from rl.speculation.reuse import Reuse, remember
 from rl.trajectory import Origin
+from spec.reuse.agreement import FIRST_RATE, Agreement, RunMisses, miss_rates
 from spec.reuse.renewal import Renewal, renewed_name
 from spec.reuse.rollout_cache import RolloutCache
-from spec.reuse.standing import FIRST_RATE, RunMisses, Stood, miss_rates
 from spec.round_times import RunSeconds, StepSeconds
 from spec.sampling import NOISE_NAMES
 
@@ -333,7 +333,7 @@ def test_metrics():
     assert "spec/lenience" not in make("coupled")[0].metrics(stats, 56, step=1)
 
 
-def test_responses_say_how_far_those_before_stood_also_after_a_resume():
+def test_rates_follow_from_the_last_agreement_of_responses_also_after_a_resume():
     reuse, cache = make("coupled", share=0.3)  # the last of three samples draws fresh noise
     epochs = [[[5, 6, 7], [5, 6], [1]], [[5, 6, 8], [5, 6], [1]], [[5, 9], [5, 6], [1]]]
 
@@ -343,7 +343,7 @@ def test_responses_say_how_far_those_before_stood_also_after_a_resume():
         done = [answer(g, i, tokens[i], reward=float(i)) for g in (0, 1) for i in range(3)]
         reuse.remember(KEYS, done, step, cache)
         rates = [r.cached.miss_rate for r in got if r.cached and r.group_id == 0]
-        return [got[0].cached and got[0].cached.stood, rates]
+        return [got[0].cached and got[0].cached.agreement, rates]
 
     assert play(reuse, cache, 1) == [None, []]
     assert play(reuse, cache, 2) == [None, [FIRST_RATE] * 2], "nothing has been repeated yet"
@@ -352,9 +352,9 @@ def test_responses_say_how_far_those_before_stood_also_after_a_resume():
     resumed, _ = make("coupled", cache=resumed_cache, share=0.3)
     resumed.load_state(reuse.state())
     first, [one, other] = play(reuse, cache, 3)
-    assert first == Stood(2, 3) and cache.get("a").responses[2].stood is None
+    assert first == Agreement(2, 3) and cache.get("a").responses[2].agreement is None
     of_run = RunMisses(2.0, 10.0).rate  # one of three and none of two, of each group
-    want = miss_rates({0: Stood(2, 3), 1: Stood(2, 2)}, of_run)
+    want = miss_rates({0: Agreement(2, 3), 1: Agreement(2, 2)}, of_run)
     assert [one, other] == pytest.approx([want[0], want[1]]) and one > other
     assert play(resumed, resumed_cache, 3) == [first, [one, other]]
     assert resumed.state() == reuse.state()

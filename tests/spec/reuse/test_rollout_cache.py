@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spec.reuse.agreement import Agreement
 from spec.reuse.rollout_cache import (
     MAGIC,
     CachedGroup,
@@ -19,7 +20,6 @@ from spec.reuse.rollout_cache import (
     encode,
     of_group,
 )
-from spec.reuse.standing import Stood
 
 
 def group(seed, num=3, length=50):
@@ -35,8 +35,8 @@ def scored(seed, lengths=(5, 0, 7)):
         floats = rng.normal(size=(2, n)).astype(np.float32)
         scores = Scores(*floats, rng.integers(0, 9, n).astype(np.int32))
         tokens = rng.integers(0, 99, n).astype(np.int32)
-        stood = Stood(i, i + seed % 2) if i else None
-        return CachedResponse(i, tokens, float(i), scores, stood)
+        agreement = Agreement(i, i + seed % 2) if i else None
+        return CachedResponse(i, tokens, float(i), scores, agreement)
 
     prompt = rng.integers(0, 99, 4).astype(np.int32)
     responses = tuple(response(i, n) for i, n in enumerate(lengths))
@@ -49,7 +49,7 @@ def equal(a: CachedGroup | None, b: CachedGroup | None) -> bool:
         return False
 
     def same(x: CachedResponse, y: CachedResponse) -> bool:
-        if (x.sample_index, x.reward, x.stood) != (y.sample_index, y.reward, y.stood):
+        if (x.sample_index, x.reward, x.agreement) != (y.sample_index, y.reward, y.agreement):
             return False
         parts = [(x.tokens, y.tokens)]
         if x.scores is not None and y.scores is not None:
@@ -183,7 +183,7 @@ def forged(header: dict, body: bytes = b"", *, deflate: bool = True) -> bytes:
 GOOD = {
     **{"key": "p", "policy": "", "samples": [0, 1], "lengths": [2, 1]},
     **{"rewards": [1.0, 0.0], "scored": False, "taught": True, "renewals": 3},
-    "stood": [[2, 3], None],
+    "agreements": [[2, 3], None],
 }
 TOKENS = np.arange(4, dtype="<i4").tobytes()  # one of the prompt
 FORGED = {
@@ -201,9 +201,9 @@ FORGED = {
     "rewards as text": forged(GOOD | {"rewards": ["1", "2"]}, TOKENS),
     "scored as text": forged(GOOD | {"scored": "false"}, TOKENS),
     "taught as text": forged(GOOD | {"taught": "false"}, TOKENS),
-    "more that stood than were decided": forged(GOOD | {"stood": [[3, 2], None]}, TOKENS),
-    "a part of a token that stood": forged(GOOD | {"stood": [[1.5, 2], None]}, TOKENS),
-    "how far nothing stood": forged(GOOD | {"stood": [None]}, TOKENS),
+    "more kept than decided": forged(GOOD | {"agreements": [[3, 2], None]}, TOKENS),
+    "a part of a kept token": forged(GOOD | {"agreements": [[1.5, 2], None]}, TOKENS),
+    "an agreement too few": forged(GOOD | {"agreements": [None]}, TOKENS),
     "too many renewals": forged(GOOD | {"renewals": 2**26}, TOKENS),
     "negative renewals": forged(GOOD | {"renewals": -1}, TOKENS),
     "scores left out": forged(GOOD | {"scored": True}, TOKENS),

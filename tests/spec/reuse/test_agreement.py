@@ -1,21 +1,21 @@
-"""How far cached responses are expected to stand, with numbers by hand."""
+"""Agreement of cached responses with new ones: counts and expected rates, by hand."""
 
 import itertools
 
 import numpy as np
 import pytest
 
-from spec.reuse.standing import (
+from spec.reuse.agreement import (
     FIRST_RATE,
     PRIOR_MISSES,
     PRIOR_TOKENS,
+    Agreement,
     Correction,
     RunMisses,
-    Stood,
+    agreement,
     expected_tokens,
     miss_rate,
     miss_rates,
-    stood,
 )
 
 
@@ -30,12 +30,12 @@ from spec.reuse.standing import (
         ([], [5], (0, 0)),
     ],
 )
-def test_a_response_stands_up_to_the_first_difference(cached, drawn, want):
-    assert stood(np.array(cached, np.int32), np.array(drawn, np.int32)) == want
+def test_a_response_agrees_up_to_the_first_difference(cached, drawn, want):
+    assert agreement(np.array(cached, np.int32), np.array(drawn, np.int32)) == want
 
 
 def test_rates_are_shrunk_towards_their_siblings_and_these_towards_the_run():
-    last = {0: Stood(9, 10), 1: Stood(22, 22)}
+    last = {0: Agreement(9, 10), 1: Agreement(22, 22)}
     of_group = (1 + PRIOR_TOKENS * 0.2) / (32 + PRIOR_TOKENS)
     assert miss_rate(list(last.values()), 0.2) == pytest.approx(of_group)
     want = {0: (1 + PRIOR_TOKENS * of_group) / (10 + PRIOR_TOKENS)}
@@ -47,7 +47,7 @@ def test_rates_are_shrunk_towards_their_siblings_and_these_towards_the_run():
 def test_a_runs_rate_forgets_old_steps():
     run = RunMisses()
     assert run.rate == FIRST_RATE
-    run.played([Stood(99, 100), Stood(100, 100)])
+    run.played([Agreement(99, 100), Agreement(100, 100)])
     run.played([])
     again = RunMisses(run.different, run.decided)
     want = (0.7 * 1 + PRIOR_TOKENS * FIRST_RATE) / (0.7 * 200 + PRIOR_TOKENS)

@@ -1,7 +1,8 @@
-"""How far a cached response is expected to stand, where noise repeats from epoch to epoch.
+"""How many tokens of a cached response are expected to be drawn again, when noise repeats.
 
-A token differs from the cached one with a miss rate h, which is estimated from how far responses
-stood the last time: of the sample, of its siblings, of the run, each shrunk towards the next.
+A token differs from the cached one with a miss rate h. It is estimated from the last agreement of
+responses with those before them: the sample's, its siblings', the run's, each shrunk towards the
+next.
 
     h = (differing tokens + PRIOR · h of the next) / (decided tokens + PRIOR)
 
@@ -20,29 +21,29 @@ PRIOR_TOKENS = 32.0  # decided tokens that the prior of a rate weighs
 PRIOR_MISSES = 2.0  # expected misses that the prior of a correction weighs
 
 
-class Stood(NamedTuple):
+class Agreement(NamedTuple):
     """Cached tokens that were drawn again, and how many were decided on: one more that differs."""
 
     kept_tokens: int
     decided_tokens: int
 
 
-def stood(cached_T: np.ndarray, drawn_T: np.ndarray) -> Stood:
-    """Return how far a cached response stood in the response that replaced it."""
+def agreement(cached_T: np.ndarray, drawn_T: np.ndarray) -> Agreement:
+    """Compare a cached response with the one that replaced it."""
     n = min(len(cached_T), len(drawn_T))
     differs_T = np.append(cached_T[:n] != drawn_T[:n], True)
     kept = int(differs_T.argmax())
-    return Stood(kept, kept + (kept < n))
+    return Agreement(kept, kept + (kept < n))
 
 
-def miss_rate(counts: Sequence[Stood], prior: float) -> float:
+def miss_rate(counts: Sequence[Agreement], prior: float) -> float:
     """Return the share of decided tokens that differed, shrunk towards a prior rate."""
     kept, decided = (float(sum(some)) for some in zip(*counts, strict=True)) if counts else (0, 0)
     return (decided - kept + PRIOR_TOKENS * prior) / (decided + PRIOR_TOKENS)
 
 
-def miss_rates(last: Mapping[int, Stood], of_run: float) -> dict[int, float]:
-    """Return the rate of each sample of a group, whose responses stood so the last time."""
+def miss_rates(last: Mapping[int, Agreement], of_run: float) -> dict[int, float]:
+    """Return the rate of each sample of a group, given the last agreement of its responses."""
     of_group = miss_rate(list(last.values()), of_run)
     return {sample: miss_rate([one], of_group) for sample, one in last.items()}
 
@@ -55,7 +56,7 @@ class RunMisses:
     def __init__(self, different: float = 0.0, decided: float = 0.0) -> None:
         self.different, self.decided = different, decided
 
-    def played(self, counts: Sequence[Stood]) -> None:
+    def played(self, counts: Sequence[Agreement]) -> None:
         """Add the responses of a step."""
         decided = sum(c.decided_tokens for c in counts)
         different = decided - sum(c.kept_tokens for c in counts)
