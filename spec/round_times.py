@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 MAX_SECONDS = 1e5  # of a round
 # names of tables
 ROUND, CHUNKS, DRAFT = "packed round", "draws in chunks", "draft "
-BESIDE = "draws in chunks with a round"
+BESIDE, FETCH = "draws in chunks with a round", "host of a fetch"
+NAMED = ROUND, CHUNKS, BESIDE, FETCH
 CHUNKS_USED = 0.75  # measured with configs/epochs_tiny.gin: the last chunk of a response is cut
 NODES_USED = 0.6  # as well: chains are cut, and slots whose prompts are computed have none
 Table = Mapping[tuple[int, int, int], float]
@@ -40,7 +41,7 @@ class RoundTimes:
     `draft_seconds` are the additional seconds of each drafter on the device, by (slots, depth,
     positions); `chunk_seconds` the seconds of passes that draw after the tokens of chunks, by
     (slots, tokens of chunks, positions), and `beside_seconds` the seconds of such a pass with a
-    plain round.
+    plain round. `fetch_seconds` are the host's in a fetch, by (slots, 1, positions).
     """
 
     def __init__(
@@ -49,9 +50,10 @@ class RoundTimes:
         draft_seconds: Mapping[str, Table] | None = None,
         chunk_seconds: Table | None = None,
         beside_seconds: Table | None = None,
+        fetch_seconds: Table | None = None,
     ) -> None:
         self._seconds, self._chunks = dict(seconds), dict(chunk_seconds or {})
-        self._beside = dict(beside_seconds or {})
+        self._beside, self._fetches = dict(beside_seconds or {}), dict(fetch_seconds or {})
         self._drafts = {name: dict(table) for name, table in (draft_seconds or {}).items()}
 
     def put(self, more: RoundTimes) -> None:
@@ -59,6 +61,7 @@ class RoundTimes:
         self._seconds.update(more._seconds)
         self._chunks.update(more._chunks)
         self._beside.update(more._beside)
+        self._fetches.update(more._fetches)
 
     @property
     def rounds(self) -> Table:
@@ -81,15 +84,18 @@ class RoundTimes:
         """Return `rounds`, with these seconds of drafts and chunks times a factor."""
         drafts = self._drafts.items()
         scaled = {name: {at: factor * s for at, s in table.items()} for name, table in drafts}
-        chunks, beside = (
-            {at: factor * s for at, s in table.items()} for table in (self._chunks, self._beside)
-        )
-        return RoundTimes(rounds, scaled, chunks, beside)
+        tables = self._chunks, self._beside, self._fetches
+        others = [{at: factor * s for at, s in table.items()} for table in tables]
+        return RoundTimes(rounds, scaled, *others)
 
     def without_drafts(self, name: str) -> RoundTimes:
         """Return the same without the seconds of a drafter."""
         drafts = {n: t for n, t in self._drafts.items() if n != name}
-        return RoundTimes(self._seconds, drafts, self._chunks, self._beside)
+        return RoundTimes(self._seconds, drafts, self._chunks, self._beside, self._fetches)
+
+    def fetch(self, num_slots: int) -> float:
+        """Return the host's seconds in a fetch; 0 if they are not measured."""
+        return max((s for (b, _, _), s in self._fetches.items() if b == num_slots), default=0.0)
 
     def chunks(
         self, num_slots: int, num_tokens: int, num_positions: int, *, is_beside: bool = False
@@ -123,26 +129,26 @@ class RoundTimes:
 
     def rows(self) -> list[list[str | float]]:
         """Return rows of [table, slots, nodes or depth, positions, seconds], for a run folder."""
-        tables = {ROUND: self._seconds, CHUNKS: self._chunks, BESIDE: self._beside}
+        own = self._seconds, self._chunks, self._beside, self._fetches
+        tables = dict(zip(NAMED, own, strict=True))
         tables |= {f"{DRAFT}{name}": table for name, table in self._drafts.items()}
         return [[name, *at, t] for name, table in tables.items() for at, t in sorted(table.items())]
 
     @staticmethod
     def from_rows(rows: Sequence[Sequence[str | float]]) -> RoundTimes:
         """Read what `rows` returned; raises ValueError for impossible counts or seconds."""
-        named = ROUND, CHUNKS, BESIDE
-        tables: dict[str, dict[tuple[int, int, int], float]] = {name: {} for name in named}
+        tables: dict[str, dict[tuple[int, int, int], float]] = {name: {} for name in NAMED}
         for name, b, n, s, taken_s in rows:
             if any(type(count) is not int or count < 1 for count in (b, n, s)):
                 raise ValueError(f"expected counts of 1 or more, got {[name, b, n, s]}")
             if type(taken_s) is not float or not 0 < taken_s < MAX_SECONDS:
                 raise ValueError(f"expected seconds of a round, got {taken_s!r}")
-            if name not in named and not str(name).startswith(DRAFT):
-                raise ValueError(f"expected {', '.join(named)} or {DRAFT}…, got {name!r}")
+            if name not in NAMED and not str(name).startswith(DRAFT):
+                raise ValueError(f"expected {', '.join(NAMED)} or {DRAFT}…, got {name!r}")
             tables.setdefault(str(name), {})[int(b), int(n), int(s)] = float(taken_s)
-        rounds, chunks, beside = (tables.pop(name) for name in named)
+        rounds, *others = (tables.pop(name) for name in NAMED)
         drafts = {name.removeprefix(DRAFT): table for name, table in tables.items()}
-        return RoundTimes(rounds, drafts, chunks, beside)
+        return RoundTimes(rounds, drafts, *others)
 
 
 Bucket = tuple[int, int, int]  # slots, nodes, positions

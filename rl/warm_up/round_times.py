@@ -25,6 +25,7 @@ from rl.engine.ending import NO_TOKEN, padded_ids
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import CachedStates, DrafterContext, RolloutSpec
 from rl.engine.slot_table import SlotTable
+from rl.engine.stats import EngineStats, host_seconds
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters, DeviceDrafterSource
 from rl.trajectory import PartialRequest, Request
 from rl.warm_up.measured_run import read_rounds, rounds_of_first, write_rounds
@@ -41,6 +42,7 @@ from spec.sampling import step_key
 from spec.verify import Slots, chunks_alone, chunks_beside_roots, decode_rounds, verify_round
 
 REPEATS = 7
+FETCHES = 4  # of a rollout that times the host
 MIN_SECONDS = 1e-9
 
 
@@ -122,8 +124,9 @@ def measure(
     All slots are busy and half of the positions live. Plain rounds are timed as the engine runs
     them, several to a fetch; rounds with draft tokens include drafting (siblings and own text) and
     committing. Drafts of `drafters` are timed at one token and at full depth; with `draws`, passes
-    that draw in chunks, as the engine makes them, at the slots that rollouts start with. Sizes take
-    turns, so that a slow machine slows all of them alike. More nodes never take less time.
+    that draw in chunks, as the engine makes them, and the host in a fetch, at the slots that
+    rollouts start with. Sizes take turns, so that a slow machine slows all of them alike. More
+    nodes never take less time.
     """
     spec = RolloutSpec(params, sampling, step_key(0, 0))
     nodes_of: dict[tuple[int, int], list[int]] = {}
@@ -133,13 +136,15 @@ def measure(
     draft_seconds: dict[str, dict[tuple[int, int, int], float]] = {}
     chunk_seconds: dict[tuple[int, int, int], float] = {}
     beside_seconds: dict[tuple[int, int, int], float] = {}
+    fetch_seconds: dict[tuple[int, int, int], float] = {}
     with engine.mesh_context():
         for (B, S), sizes in nodes_of.items():
             rounds = None  # free its cache before the next one is made
             rounds = _Rounds(engine, spec, B, S)
             in_chunks = _passes(engine, B) if draws and B in engine.first_slots else []
             with _decoding(beside, spec, B, S):
-                tries = [(M, rounds.seconds(M)) for M in [*sizes, *in_chunks] * (REPEATS + 1)]
+                turns: list[int | Pass] = [*sizes, *in_chunks]
+                tries = [(M, rounds.seconds(M)) for M in turns * (REPEATS + 1)]
                 drafts = {name: rounds.draft_seconds(d) for name, d in drafters.items()}
             medians: dict[Any, float] = _medians(tries)
             for one in in_chunks:
@@ -149,7 +154,11 @@ def measure(
             for name, results in drafts.items():
                 times = {(B, depth, S): taken_s for depth, taken_s in results.items()}
                 draft_seconds.setdefault(name, {}).update(times)
-    own = RoundTimes(monotone(seconds), draft_seconds, chunk_seconds, beside_seconds)
+    for B in {B for B, *_ in chunk_seconds}:
+        [S, *_] = engine.round_positions(B)
+        fetch_seconds[B, 1, S] = _fetch_seconds(engine, spec, B, S)
+    apart = draft_seconds, chunk_seconds, beside_seconds, fetch_seconds
+    own = RoundTimes(monotone(seconds), *apart)
     return rounds_of_first(own, processes) or own
 
 
@@ -181,6 +190,18 @@ def _passes(engine: Engine, num_slots: int) -> list[Pass]:
     """Return the passes of chunks that draw, alone and with a round."""
     alone = [Pass(T, is_beside=False) for T in engine.drawing_chunks(num_slots)]
     return [*alone, *(Pass(T, is_beside=True) for T in engine.beside_chunks)]
+
+
+def _fetch_seconds(engine: Engine, spec: RolloutSpec, num_slots: int, num_positions: int) -> float:
+    """Return the host's median seconds in a fetch of a plain rollout in all slots."""
+    limit = min(FETCHES * engine.config.rounds_per_fetch, num_positions - 1)
+    requests = [Request(b, (0,), b, 0, max_new_tokens=limit) for b in range(num_slots)]
+    sampling = dataclasses.replace(spec.sampling, stop=())
+    engine.run(dataclasses.replace(spec, sampling=sampling), requests)
+    rounds, engine.stats = engine.stats.timeline, EngineStats()
+    engine.free()
+    seconds = [r.ready_s - r.began_s + host_seconds([r]) for r in rounds]
+    return max(float(statistics.median(seconds)), MIN_SECONDS)
 
 
 def _medians(tries: Sequence[tuple[Any, float]]) -> dict[Any, float]:

@@ -1,4 +1,4 @@
-"""How many tokens of a cached response are expected to be drawn again, when noise repeats.
+"""The expected agreement of cached responses with new ones, when noise repeats from epoch to epoch.
 
 A token differs from the cached one with a miss rate h. It is estimated from the last agreement of
 responses with those before them: the sample's, its siblings', the run's, each shrunk towards the

@@ -1,4 +1,4 @@
-"""Whether a pass of chunks that verifies cached tokens beats rounds, by measured seconds.
+"""The price of passes of chunks that verify cached tokens, against rounds, by measured seconds.
 
 If the policy has to draw a cached token again, no token depends on how it is verified. Rows whose
 cached tokens do not pay for a pass decode instead, and drafters may propose these tokens. A pass of
@@ -121,8 +121,10 @@ class ChunkPrice:
         return self.best_pass(full, 0, at, sizes, ()) is not None
 
     def _seconds(self, one: Pass, at: Bucket) -> float | None:
+        """Return the seconds of a pass, which has a fetch of its own."""
         tokens = one.num_chunks * self.chunk_tokens
-        return self._times.chunks(at.slots, tokens, at.positions, is_beside=one.is_beside)
+        seconds = self._times.chunks(at.slots, tokens, at.positions, is_beside=one.is_beside)
+        return None if seconds is None else seconds + self._times.fetch(at.slots)
 
 
 GOLDEN = 0.6180339887498949

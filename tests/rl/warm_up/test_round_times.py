@@ -148,6 +148,7 @@ def test_rounds_that_draw_in_chunks_are_compiled_and_timed_where_responses_are_r
     assert ["draws in chunks", 4, 16, 16, 1.0] in times.rows()
     assert {row[2] for row in times.rows() if row[0] == "draws in chunks"} == {4, 8, 16}
     assert ["draws in chunks with a round", 4, 4, 16, 1.0] in times.rows()
+    assert times.fetch(4) > 0 and engine.stats.fetches == 0 == times.fetch(8)
     assert round_times.read_rounds(path).rows() == times.rows()
 
     def request(i):
