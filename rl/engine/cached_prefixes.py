@@ -100,7 +100,7 @@ class CachedPrefixes:
     ) -> np.ndarray:
         """Return how many tokens the next chunk of each row is expected to bring; 0 without one."""
         assert self.price is not None
-        end_B = np.minimum(self.chunks_end_B, limit_B)
+        end_B = np.minimum(self.end_B, limit_B)
         left_R = np.clip(end_B - emitted_B, 0, self.price.chunk_tokens)[rows]
         cached, begun = (correction.factor for correction in self._corrections)
         rate_R = np.where(

@@ -188,32 +188,41 @@ class SlotCache:
     def draws_next(self) -> NextDraws | None:
         """Return the next pass of chunks that draw; None: a round comes next.
 
-        Rows do not wait for others to fill a pass. If passes are priced, rows that do not pay for
-        one decode from now on.
+        If passes are priced, rows decode until there are enough of them for one that pays.
         """
         table = self.table
         if not table.verifies_in_chunks:
             return None
         (verifying,) = np.nonzero(table.verifies_B)
         rows = [row for row in verifying.tolist() if self._memory.has_room(row)]
+        assert table.cached is not None
+        decoding = np.nonzero(table.live_B & table.cached.watched_B & (table.cached.end_B > 0))[0]
+        if table.cached.price is not None and len(decoding) and not self._runner.is_paged:
+            return self._priced([*rows, *decoding.tolist()], rows)
         if not rows:
             ready = table.live_B.any() or self.ready(draws=False) or not table.num_busy
             assert ready, self._stuck()
             return None
-        assert table.cached is not None
-        num_live, beside = int(table.live_B.sum()), self._runner.beside_chunks
         if table.cached.price is None:
-            is_beside = 0 < num_live and len(rows) <= beside[-1]
-            return NextDraws(rows, is_beside)
-        at, alone = self._bucket, self._runner.drawing_chunks(len(table))
+            is_beside = table.live_B.any() and len(rows) <= self._runner.beside_chunks[-1]
+            return NextDraws(rows, bool(is_beside))
+        return self._priced(rows, rows)
+
+    def _priced(self, rows: Sequence[int], verifying: Sequence[int]) -> NextDraws | None:
+        """Return the pass of some of these rows that pays, if one does; the others decode."""
+        table, runner = self.table, self._runner
+        assert table.cached is not None and table.cached.price is not None
         expected_R = table.cached.expected_tokens(rows, table.emitted_B, table.limit_B)
         order = np.argsort(-expected_R, kind="stable")
-        chosen = table.cached.price.best_pass(expected_R[order], num_live, at, alone, beside)
-        if chosen is None:
-            self.decode_instead(rows)
-            return None
-        first = order[: chosen.num_chunks].tolist()
-        return NextDraws([rows[i] for i in first], chosen.is_beside)
+        sizes = runner.drawing_chunks(len(table)), runner.beside_chunks
+        chosen = table.cached.price.best_pass(expected_R[order], self._bucket, *sizes)
+        count = 0 if chosen is None else chosen.num_chunks
+        taken = [rows[i] for i in order[:count].tolist()]
+        self.decode_instead([row for row in verifying if row not in taken])
+        for row in set(taken).difference(verifying):
+            table.verify_again(row)
+            self.changed()
+        return None if chosen is None else NextDraws(taken, chosen.is_beside)
 
     def decode_cheap(self, rows: Sequence[int]) -> None:
         """Have rows that have entered decode, if even a full pass of such rows would not pay."""

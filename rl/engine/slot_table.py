@@ -221,6 +221,12 @@ class SlotTable:
         self.cached.watch(row)
         self.missing_tokens_B[row] = int(self.known_tokens_B[row]) - held
 
+    def verify_again(self, row: int) -> None:
+        """Have a row that decodes verify the rest of its cached tokens in chunks."""
+        assert self.cached is not None
+        self.cached.watched_B[row] = False
+        self._look_ahead(row)
+
     def commit(
         self,
         tokens_BN: np.ndarray,

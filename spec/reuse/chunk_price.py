@@ -93,7 +93,6 @@ class ChunkPrice:
     def best_pass(
         self,
         expected_R: np.ndarray,
-        num_live: int,
         at: Bucket,
         alone: Sequence[int],
         beside: Sequence[int],
@@ -104,13 +103,13 @@ class ChunkPrice:
         `beside` the numbers of chunks that passes can have.
         """
         sums_R, best, best_rate = np.append(0.0, np.cumsum(expected_R)), None, 0.0
-        options = [Pass(n, True) for n in beside if num_live]
+        options = [Pass(n, True) for n in beside]
         for one in [*options, *(Pass(n, False) for n in alone)]:
             seconds = self._seconds(one, at)
             if seconds is None:
                 continue
-            brings = float(sums_R[min(one.num_chunks, len(expected_R))])
-            rate = (brings + one.is_beside * num_live) / seconds
+            num_rows = min(one.num_chunks, len(expected_R))
+            rate = (float(sums_R[num_rows]) + one.is_beside * (at.busy - num_rows)) / seconds
             if rate > best_rate:
                 best, best_rate = one, rate
         return best if best_rate * self.value(at) > MARGIN else None
@@ -118,7 +117,7 @@ class ChunkPrice:
     def may_pay(self, expected: float, at: Bucket, sizes: Sequence[int]) -> bool:
         """Return whether a pass of rows like this one would pay."""
         full = np.full(max(sizes), expected)
-        return self.best_pass(full, 0, at, sizes, ()) is not None
+        return self.best_pass(full, at, sizes, ()) is not None
 
     def _seconds(self, one: Pass, at: Bucket) -> float | None:
         """Return the seconds of a pass, which has a fetch of its own."""

@@ -224,19 +224,29 @@ def test_what_chunks_bring_follows_from_rates_that_the_rollout_corrects():
     )
     for row in range(3):
         table.decode_instead(row)
-        cached.watched_B[row] = False
 
     def expected():
         return cached.expected_tokens([0, 1, 2], table.emitted_B, table.limit_B).tolist()
 
     of_first = 1 + 0.9 + 0.9**2 + 0.9**3  # chunks have four tokens
     assert expected() == pytest.approx([of_first, 1 + 0.5 + 0.25 + 0.125, 1 + 0.8 + 0.64], 1e-4)
-    for row in range(3):
-        cached.watch(row)
     commit(table, {0: [5, 6], 1: [4], 2: [5]})
     # of cached responses 1 of 0.1 + 0.1 + 0.5 expected misses, of early tokens 0 of 0.2
-    cached.watched_B[:] = False
     rates = [0.1 * (1 + 2) / (0.7 + 2), 0.2 * 2 / (0.2 + 2)]
     assert expected() == pytest.approx(
         [1 + (1 - rates[0]) + (1 - rates[0]) ** 2, 0, 1 + 1 - rates[1]], 1e-4
     )
+
+
+def test_a_row_that_decodes_verifies_the_rest_of_its_chain_again():
+    table, cached = table_of("coupled", [request(0), request(1)], 2, in_chunks=True)
+    for row in (0, 1):
+        table.filled(row, 1)
+        table.decode_instead(row)
+    commit(table, {0: [5, 6], 1: [5, 6]})
+    table.verify_again(0)
+    assert table.live_B.tolist() == [False, True] and table.verifies_B.tolist() == [True, False]
+    assert table.tokens_BL[0, 2:7].tolist() == TOKENS and table.missing_tokens_B[0] == 3
+    chunks_TX = np.array([[0, 3, 6, 7, 8]], np.int32)
+    assert drawn_in_chunks(table, chunks_TX, [7, 8, 9]) == [3, 0]
+    assert not cached.goes_on(np.array([0]))[0] and table.ended_rows() == [0]

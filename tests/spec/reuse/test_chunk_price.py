@@ -25,9 +25,9 @@ FULL = Bucket(slots=8, positions=64, busy=8)
 ALONE, BESIDE = (2, 8), (1, 2)
 
 
-def best(expected, num_live, at=FULL, price=None):
+def best(expected, at=FULL, price=None, beside=()):
     price = price or ChunkPrice(TIMES, 10)
-    return price.best_pass(np.array(expected, float), num_live, at, ALONE, BESIDE)
+    return price.best_pass(np.array(expected, float), at, ALONE, beside)
 
 
 def test_a_token_is_worth_its_share_of_a_plain_round():
@@ -39,35 +39,38 @@ def test_a_token_is_worth_its_share_of_a_plain_round():
 
 def test_the_pass_with_the_most_tokens_a_second_is_made_if_it_beats_rounds():
     # alone 2: 10/1.0; alone 8: 40/3.0, which is more; rounds bring 10 a second
-    assert best([5] * 8, 0) == Pass(8, is_beside=False)
-    assert best([9, 9, 1, 1, 1, 1, 1, 1], 0) == Pass(2, is_beside=False)
-    assert best([3.5] * 8, 0) is None
+    assert best([5] * 8) == Pass(8, is_beside=False)
+    assert best([9, 9, 1, 1, 1, 1, 1, 1]) == Pass(2, is_beside=False)
+    assert best([3.5] * 8) is None
 
 
 def test_rows_that_bring_less_than_rounds_decode():
     just = 10 * MARGIN / 2  # two chunks alone for a second, a token is worth 0.1 s
-    assert best([1.01 * just] * 2, 0) == Pass(2, is_beside=False)
-    assert best([0.99 * just] * 2, 0) is None
-    assert best([5], 0) is None, "one row would pay for two chunks"
+    assert best([1.01 * just] * 2) == Pass(2, is_beside=False)
+    assert best([0.99 * just] * 2) is None
+    assert best([5]) is None, "one row would pay for two chunks"
 
 
 def test_live_rows_beside_a_pass_bring_a_token_each():
     # one chunk and seven tokens in 1.1 s: e + 7 > 10 · 1.1 · MARGIN
     just = 11 * MARGIN - 7
-    assert best([1.01 * just], 7) == Pass(1, is_beside=True)
-    assert best([0.99 * just], 7) is None
-    assert best([1.01 * just], 0) is None, "without live rows there is no round to join"
+    assert best([1.01 * just], beside=BESIDE) == Pass(1, is_beside=True)
+    assert best([0.99 * just], beside=BESIDE) is None
+    assert best([1.01 * just]) is None, "alone it does not pay"
+    both = 15 * MARGIN - 6  # two chunks and six tokens in 1.5 s
+    assert best([1.01 * both / 2] * 2, beside=BESIDE[1:]) == Pass(2, is_beside=True)
+    assert best([0.99 * both / 2] * 2, beside=BESIDE[1:]) is None
 
 
 def test_rounds_that_drafts_make_faster_are_worth_less():
     price = ChunkPrice(TIMES, 10)
     price.observe(1.0, 1, (8, 8, 64))
-    assert price.gain == 1 and best([5.5] * 2, 0, price=price)
+    assert price.gain == 1 and best([5.5] * 2, price=price)
     price.observe(2.5, 1, (8, 16, 64))  # of plain rounds 2.5, of 0.8 s each
     want = (DECAY * 0.8 + 2.5 * 0.8) / (DECAY * 0.8 + 1.0)
     assert price.gain == pytest.approx(want)
     assert price.value(FULL) == pytest.approx(0.1 / want)
-    assert best([5.5] * 2, 0, price=price) is None
+    assert best([5.5] * 2, price=price) is None
     slow = ChunkPrice(TIMES, 10)
     slow.observe(0.5, 1, (8, 8, 64))
     assert slow.gain == 1, "plain decoding is always to be had"
@@ -80,11 +83,11 @@ def test_a_row_may_pay_if_a_full_pass_of_its_kind_would():
 
 
 def test_a_pass_that_is_not_measured_is_not_made():
-    assert best([9] * 2, 0, FULL._replace(slots=4)) is None
-    assert best([9] * 2, 0, FULL._replace(positions=32)) is None
+    assert best([9] * 2, FULL._replace(slots=4)) is None
+    assert best([9] * 2, FULL._replace(positions=32)) is None
     longer = RoundTimes({(8, 8, 128): 0.8}, None, {(8, 20, 64): 1.0})
     long = FULL._replace(positions=128)
-    assert best([9] * 2, 0, long, ChunkPrice(longer, 10)) == Pass(2, is_beside=False)
+    assert best([9] * 2, long, ChunkPrice(longer, 10)) == Pass(2, is_beside=False)
 
 
 def plain_s(num_rows):
@@ -135,5 +138,5 @@ def test_tokens_of_short_responses_are_worth_less_than_those_of_the_longest():
 def test_a_pass_also_takes_a_fetch():
     slow = RoundTimes(TIMES.rounds, None, {(8, 20, 64): 1.0}, None, {(8, 1, 64): 0.1})
     just = 10 * MARGIN * (1.0 + 0.1) / 2
-    assert best([1.01 * just] * 2, 0, price=ChunkPrice(slow, 10)) == Pass(2, is_beside=False)
-    assert best([0.99 * just] * 2, 0, price=ChunkPrice(slow, 10)) is None
+    assert best([1.01 * just] * 2, price=ChunkPrice(slow, 10)) == Pass(2, is_beside=False)
+    assert best([0.99 * just] * 2, price=ChunkPrice(slow, 10)) is None
