@@ -325,7 +325,7 @@ class Engine(ModelRunner):
         ready_s, table, drafts = self.clock(), self._table, None
         live = table.live()
         decision = plain(len(table))
-        draws = self._rows.draws_next()
+        draws = self._rows.draws_next(waits=len(self._waiting) > 0)
         live = table.live() if table.verifies_in_chunks else live  # rows may decode instead
         if draws is None:
             sizes = len(table), self._rows.num_positions

@@ -185,10 +185,12 @@ class SlotCache:
             return False
         return not table.verifies_in_chunks or bool(self.ready(draws=False))
 
-    def draws_next(self) -> NextDraws | None:
+    def draws_next(self, *, waits: bool) -> NextDraws | None:
         """Return the next pass of chunks that draw; None: a round comes next.
 
-        If passes are priced, rows decode until there are enough of them for one that pays.
+        If passes are priced, rows decode until there are enough of them for one that pays. Else
+        they wait until half of the busy rows are live, then for a full pass, or until no request
+        `waits` for a slot.
         """
         table = self.table
         if not table.verifies_in_chunks:
@@ -204,8 +206,11 @@ class SlotCache:
             assert ready, self._stuck()
             return None
         if table.cached.price is None:
-            is_beside = table.live_B.any() and len(rows) <= self._runner.beside_chunks[-1]
-            return NextDraws(rows, bool(is_beside))
+            num_live = int(table.live_B.sum())
+            is_full = len(rows) >= self._runner.drawing_chunks(len(table))[-1]
+            if waits and not is_full and 2 * num_live > table.num_busy:
+                return None
+            return NextDraws(rows, 0 < num_live and len(rows) <= self._runner.beside_chunks[-1])
         return self._priced(rows, rows)
 
     def _priced(self, rows: Sequence[int], verifying: Sequence[int]) -> NextDraws | None:
