@@ -237,8 +237,8 @@ class SlotCache:
         price, at = cached.price, self._bucket
         sizes = self._runner.drawing_chunks(len(table))
         expected_R = cached.expected_tokens(rows, table.emitted_B, table.limit_B)
-        pairs = zip(rows, expected_R.tolist(), strict=True)
-        self.decode_instead([r for r, n in pairs if n and not price.may_pay(n, at, sizes)])
+        cheap_R = (expected_R > 0) & ~price.may_pay(expected_R, at, sizes)
+        self.decode_instead(np.asarray(rows)[cheap_R].tolist())
 
     @property
     def _bucket(self) -> Bucket:

@@ -46,6 +46,7 @@ class ChunkPrice:
 
     def __init__(self, times: RoundTimes, chunk_tokens: int) -> None:
         self._times, self.chunk_tokens = times, chunk_tokens
+        self._known: dict[tuple[Pass, int, int], float | None] = {}  # looked up before
         self._plain_s = self._rounds_s = 0.0
         self._token_s: float | None = None  # the value of a token of this rollout's requests
 
@@ -114,16 +115,21 @@ class ChunkPrice:
                 best, best_rate = one, rate
         return best if best_rate * self.value(at) > MARGIN else None
 
-    def may_pay(self, expected: float, at: Bucket, sizes: Sequence[int]) -> bool:
-        """Return whether a pass of rows like this one would pay."""
-        full = np.full(max(sizes), expected)
-        return self.best_pass(full, at, sizes, ()) is not None
+    def may_pay(self, expected_R: np.ndarray, at: Bucket, sizes: Sequence[int]) -> np.ndarray:
+        """Return for each row whether a pass full of rows like it would pay; bool [R]."""
+        seconds = {n: self._seconds(Pass(n, is_beside=False), at) for n in sizes}
+        rate = max((n / s for n, s in seconds.items() if s is not None), default=0.0)
+        return expected_R * rate * self.value(at) > MARGIN
 
     def _seconds(self, one: Pass, at: Bucket) -> float | None:
         """Return the seconds of a pass, which has a fetch of its own."""
-        tokens = one.num_chunks * self.chunk_tokens
-        seconds = self._times.chunks(at.slots, tokens, at.positions, is_beside=one.is_beside)
-        return None if seconds is None else seconds + self._times.fetch(at.slots)
+        key = one, at.slots, at.positions
+        if key not in self._known:
+            tokens = one.num_chunks * self.chunk_tokens
+            seconds = self._times.chunks(at.slots, tokens, at.positions, is_beside=one.is_beside)
+            host_s = self._times.fetch(at.slots)
+            self._known[key] = None if seconds is None else seconds + host_s
+        return self._known[key]
 
 
 GOLDEN = 0.6180339887498949

@@ -79,7 +79,9 @@ def test_rounds_that_drafts_make_faster_are_worth_less():
 def test_a_row_may_pay_if_a_full_pass_of_its_kind_would():
     price = ChunkPrice(TIMES, 10)
     just = 10 * 3.0 * MARGIN / 8
-    assert price.may_pay(1.01 * just, FULL, ALONE) and not price.may_pay(0.99 * just, FULL, ALONE)
+    both = np.array([1.01 * just, 0.99 * just])
+    assert price.may_pay(both, FULL, ALONE).tolist() == [True, False]
+    assert not price.may_pay(both, FULL._replace(slots=4), ALONE).any(), "nothing is measured"
 
 
 def test_a_pass_that_is_not_measured_is_not_made():
