@@ -191,17 +191,20 @@ def warm_up(
         settings = one, placed, config.sampling, reach, path
         moves = transfer_times.measure(*settings, processes=kept.processes)
         engine.prefer_pool = moves.prefers_copy
-    if reach.speculative or config.sched.measures_rounds:
+    is_priced = reach.speculative or reach.reuse
+    if is_priced or config.sched.measures_rounds:
         path, sampling = kept.folder / ROUNDS_FILE, config.sampling
         max_positions = None if longer is None else longer.max_positions
-        timed = reach if reach.speculative else dataclasses.replace(reach, nodes=_no_nodes)
+        timed = reach if is_priced else dataclasses.replace(reach, nodes=_no_nodes)
         measured = path, one, placed, sampling, timed, max_positions
         beside = [other for other in engine.engines if other is not one]
         times = load_or_measure(*measured, beside=beside, processes=kept.processes)
     if isinstance(engine, MultiEngine) and config.sched.measures_rounds:
         engine.costs = MeasuredCosts(times.rounds, moves.seconds)
-    if reach.speculative:
+    if is_priced:
         speculation.times = times
+    if reach.speculative:
+        assert speculation.times is not None
         if drafting is not None:
             costs = MeasuredCosts(times.rounds, moves.seconds)
             warm_up_drafting(sampling, engine, drafting, speculation, costs, told)

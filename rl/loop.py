@@ -124,7 +124,8 @@ class _Run:
         step, stats, show = position.step, record.stats, self.system.show
         workers, of_workers = self.workers.step(step, stats.parts, stats.events, now_s)
         turned_off = after_step(
-            self.system.speculation, self.seconds, step, stats.timeline, show.message
+            *(self.system.speculation, self.seconds, step, stats.timeline, show.message),
+            self.system.reuse.mode,
         )
         row = record.metrics | of_workers | turned_off | {"num_tokens": position.num_tokens}
         self.metrics.write_workers(workers)

@@ -317,7 +317,7 @@ def spec_of(
         rule=rule,
         sink=None if system.drafter is None else system.drafter.sink(step),
         words=system.inputs.token_bytes_for(system.config.sampling),
-        times=system.speculation.times,
+        times=system.speculation.times_now,
     )
 
 

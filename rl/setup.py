@@ -91,7 +91,12 @@ def build(
             )
         )
         greedy = config.sampling.temperature == 0
-        reuse = Reuse(config.reuse, cache, seed=config.run.seed, greedy=greedy)
+        reuse = Reuse(
+            *(config.reuse, cache),
+            seed=config.run.seed,
+            greedy=greedy,
+            seconds=speculation.seconds,
+        )
         learner, state = make_learner(config, inputs, mesh)
         engine = builder.engine(learner.recipe.trainer.dtype, speculation, drafter)
         rewards = builder.rewards()

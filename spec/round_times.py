@@ -11,7 +11,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 MAX_SECONDS = 1e5  # of a round
-ROUND, CHUNKS, DRAFT = "packed round", "draws in chunks", "draft "  # names of tables
+# names of tables
+ROUND, CHUNKS, DRAFT = "packed round", "draws in chunks", "draft "
+BESIDE, FETCH = "draws in chunks with a round", "host of a fetch"
+NAMED = ROUND, CHUNKS, BESIDE, FETCH
 CHUNKS_USED = 0.75  # measured with configs/epochs_tiny.gin: the last chunk of a response is cut
 NODES_USED = 0.6  # as well: chains are cut, and slots whose prompts are computed have none
 Table = Mapping[tuple[int, int, int], float]
@@ -37,7 +40,8 @@ class RoundTimes:
 
     `draft_seconds` are the additional seconds of each drafter on the device, by (slots, depth,
     positions); `chunk_seconds` the seconds of passes that draw after the tokens of chunks, by
-    (slots, tokens of chunks, positions).
+    (slots, tokens of chunks, positions), and `beside_seconds` the seconds of such a pass with a
+    plain round. `fetch_seconds` are the host's in a fetch, by (slots, 1, positions).
     """
 
     def __init__(
@@ -45,14 +49,19 @@ class RoundTimes:
         seconds: Table,
         draft_seconds: Mapping[str, Table] | None = None,
         chunk_seconds: Table | None = None,
+        beside_seconds: Table | None = None,
+        fetch_seconds: Table | None = None,
     ) -> None:
         self._seconds, self._chunks = dict(seconds), dict(chunk_seconds or {})
+        self._beside, self._fetches = dict(beside_seconds or {}), dict(fetch_seconds or {})
         self._drafts = {name: dict(table) for name, table in (draft_seconds or {}).items()}
 
     def put(self, more: RoundTimes) -> None:
         """Replace the seconds of some rounds."""
         self._seconds.update(more._seconds)
         self._chunks.update(more._chunks)
+        self._beside.update(more._beside)
+        self._fetches.update(more._fetches)
 
     @property
     def rounds(self) -> Table:
@@ -75,13 +84,26 @@ class RoundTimes:
         """Return `rounds`, with these seconds of drafts and chunks times a factor."""
         drafts = self._drafts.items()
         scaled = {name: {at: factor * s for at, s in table.items()} for name, table in drafts}
-        chunks = {at: factor * s for at, s in self._chunks.items()}
-        return RoundTimes(rounds, scaled, chunks)
+        tables = self._chunks, self._beside, self._fetches
+        others = [{at: factor * s for at, s in table.items()} for table in tables]
+        return RoundTimes(rounds, scaled, *others)
 
     def without_drafts(self, name: str) -> RoundTimes:
         """Return the same without the seconds of a drafter."""
         drafts = {n: t for n, t in self._drafts.items() if n != name}
-        return RoundTimes(self._seconds, drafts, self._chunks)
+        return RoundTimes(self._seconds, drafts, self._chunks, self._beside, self._fetches)
+
+    def fetch(self, num_slots: int) -> float:
+        """Return the host's seconds in a fetch; 0 if they are not measured."""
+        return max((s for (b, _, _), s in self._fetches.items() if b == num_slots), default=0.0)
+
+    def chunks(
+        self, num_slots: int, num_tokens: int, num_positions: int, *, is_beside: bool = False
+    ) -> float | None:
+        """Return the seconds of a pass of chunks; of the longest positions that are measured."""
+        table = self._beside if is_beside else self._chunks
+        sizes = [s for b, n, s in table if (b, n) == (num_slots, num_tokens) and s <= num_positions]
+        return table[num_slots, num_tokens, max(sizes)] if sizes else None
 
     def chunks_pay(self, num_slots: int, num_positions: int, chunk_tokens: int) -> bool:
         """Return True if a round verifies a known token faster in a chunk than as a node.
@@ -107,25 +129,26 @@ class RoundTimes:
 
     def rows(self) -> list[list[str | float]]:
         """Return rows of [table, slots, nodes or depth, positions, seconds], for a run folder."""
-        tables = {ROUND: self._seconds, CHUNKS: self._chunks}
+        own = self._seconds, self._chunks, self._beside, self._fetches
+        tables = dict(zip(NAMED, own, strict=True))
         tables |= {f"{DRAFT}{name}": table for name, table in self._drafts.items()}
         return [[name, *at, t] for name, table in tables.items() for at, t in sorted(table.items())]
 
     @staticmethod
     def from_rows(rows: Sequence[Sequence[str | float]]) -> RoundTimes:
         """Read what `rows` returned; raises ValueError for impossible counts or seconds."""
-        tables: dict[str, dict[tuple[int, int, int], float]] = {ROUND: {}, CHUNKS: {}}
+        tables: dict[str, dict[tuple[int, int, int], float]] = {name: {} for name in NAMED}
         for name, b, n, s, taken_s in rows:
             if any(type(count) is not int or count < 1 for count in (b, n, s)):
                 raise ValueError(f"expected counts of 1 or more, got {[name, b, n, s]}")
             if type(taken_s) is not float or not 0 < taken_s < MAX_SECONDS:
                 raise ValueError(f"expected seconds of a round, got {taken_s!r}")
-            if name not in (ROUND, CHUNKS) and not str(name).startswith(DRAFT):
-                raise ValueError(f"expected {ROUND}, {CHUNKS} or {DRAFT}…, got {name!r}")
+            if name not in NAMED and not str(name).startswith(DRAFT):
+                raise ValueError(f"expected {', '.join(NAMED)} or {DRAFT}…, got {name!r}")
             tables.setdefault(str(name), {})[int(b), int(n), int(s)] = float(taken_s)
-        rounds, chunks = tables.pop(ROUND), tables.pop(CHUNKS)
+        rounds, *others = (tables.pop(name) for name in NAMED)
         drafts = {name.removeprefix(DRAFT): table for name, table in tables.items()}
-        return RoundTimes(rounds, drafts, chunks)
+        return RoundTimes(rounds, drafts, *others)
 
 
 Bucket = tuple[int, int, int]  # slots, nodes, positions
@@ -139,26 +162,34 @@ class StepSeconds:
     """One step: seconds in rounds and those that drafts saved, and (n, m) of each bucket.
 
     `has_history` is False if no prompt had responses of an earlier epoch to draft from.
+    `reuse_saved_s` are the seconds that cached responses saved; 0 without any.
     """
 
     rollout_s: float
     saved_s: float
     rounds: Mapping[Bucket, tuple[int, float]]
     has_history: bool
+    reuse_saved_s: float = 0.0
 
     @property
     def loses(self) -> bool:
         return self.saved_s < -LOSS * self.rollout_s
+
+    @property
+    def reuse_loses(self) -> bool:
+        return self.reuse_saved_s < -LOSS * self.rollout_s
 
 
 class RunSeconds:
     """Sums up steps of a run; drafts end after `losing_steps` losing ones in a row (0: never).
 
     Steps without history are counted apart: drafts that lose in the first epoch start again in the
-    second.
+    second. So does reuse: `lost_reuse` are the latest losing steps in a row of those with any.
     """
 
     def __init__(self, losing_steps: int = 0) -> None:
+        self.lost_reuse = collections.deque[StepSeconds](maxlen=losing_steps)
+        self.reuse_is_off = False
         self._off = set[bool]()  # has_history of the steps that have lost
         self._lost = {x: collections.deque[StepSeconds](maxlen=losing_steps) for x in (False, True)}
         self._rounds: dict[Bucket, tuple[float, float]] = {}  # n and m
@@ -176,10 +207,19 @@ class RunSeconds:
             lost.clear()
         if 0 < len(lost) == lost.maxlen:
             self._off.add(step.has_history)
+        self._played_reuse(step)
         self._rounds = {b: (DECAY * n, m) for b, (n, m) in self._rounds.items()}
         for bucket, (more, mean_s) in step.rounds.items():
             n, m = self._rounds.get(bucket, (0.0, 0.0))
             self._rounds[bucket] = n + more, (n * m + more * mean_s) / (n + more)
+
+    def _played_reuse(self, step: StepSeconds) -> None:
+        lost = self.lost_reuse
+        if step.reuse_loses:
+            lost.append(step)
+        elif step.reuse_saved_s:
+            lost.clear()
+        self.reuse_is_off |= 0 < len(lost) == lost.maxlen
 
     def lost(self, has_history: bool) -> tuple[float, float]:
         """Return the seconds that drafts lost in the latest losing steps, and those steps' own."""

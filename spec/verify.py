@@ -349,7 +349,7 @@ def chunks_alone(
     is not the cached one. The chunks' entries are returned.
     """
     chunks = Chunks.of_table(chunks_TX, are_apart=True)
-    none_M, tokens_X = jnp.zeros(0, jnp.int32), chunks.tokens_TC.reshape(-1)
+    none_M = jnp.zeros(0, jnp.int32)
     adapted = lora.for_rows(config, params, _adapters(none_M, slots, chunks))
     hidden_XD, entries = transformer.hidden_of_nodes(
         config, adapted, cache, none_M, none_M, slots.length, None, chunks
@@ -357,13 +357,68 @@ def chunks_alone(
     entries = entries.take(np.s_[:], cache.values[0].dtype)
     of_slots = jax.tree.map(lambda x: jnp.take(x, chunks.slot_X, axis=0, mode="clip"), slots)
     depth_X = chunks.positions_TC.reshape(-1) - of_slots.length
-    least_X = jax.lax.bitcast_convert_type(given_2X[1], jnp.float32)
-    nodes = Nodes(tokens_X, chunks.slot_X, jnp.full_like(tokens_X, -1), given_2X[0], least_X)
+    nodes = _chunk_nodes(chunks, given_2X)
     tokens_X, logprobs_X, reused_X = _draw(
         config, params, _Undrawn(hidden_XD, nodes, of_slots, depth_X), scheme
     )
     packed = pack_draws(Drawn(tokens_X, logprobs_X, chunks.slot_X >= 0, reused_X, None))
     return replicated(packed), entries
+
+
+@partial(
+    jax.jit,
+    static_argnames=("config", "scheme"),
+    donate_argnames=("cache", "pending", "slots"),
+)
+def chunks_beside_roots(
+    params: transformer.Params,
+    cache: Cached,
+    pending: Pending,
+    slots: Slots,
+    stop_E: jax.Array,
+    chunks_TX: jax.Array,
+    given_2X: jax.Array,
+    *,
+    config: ModelConfig,
+    scheme: sampling.Draw,
+) -> tuple[Cached, Pending, Slots, jax.Array, Entries]:
+    """Run a round of roots, and draw after each token of chunks, one of a row that rests.
+
+    Returns what `verify_round` does, with [3, B + X] of `pack_draws`: the roots, then the chunks'
+    tokens, for which see `chunks_alone`.
+    """
+    B, chunks = len(slots.active), Chunks.of_table(chunks_TX, are_apart=True)
+    cache = cache.written(pending)
+    roots, of_chunks = packed_nodes.roots(slots.last_token), _chunk_nodes(chunks, given_2X)
+    room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
+    length_B = jnp.where(room_B > 0, slots.length, 0)  # rows at rest need not be read
+    adapted = lora.for_rows(config, params, _adapters(slots.adapter, slots, chunks))
+    hidden_MD, entries = transformer.hidden_of_nodes(
+        config, adapted, cache, roots.tokens_M, slots.length, length_B, None, chunks
+    )
+    places_M = jnp.concatenate([roots.slots_M, chunks.slot_X])
+    of_slots = jax.tree.map(lambda x: jnp.take(x, places_M, axis=0, mode="clip"), slots)
+    positions_M = jnp.concatenate([slots.length, chunks.positions_TC.reshape(-1)])
+    none_B = jnp.full(B, packed_nodes.NOT_GIVEN, jnp.int32)
+    roots = dataclasses.replace(roots, given_M=none_B, min_logprob_M=jnp.zeros(B, jnp.float32))
+    nodes = jax.tree.map(lambda *parts: jnp.concatenate(parts), roots, of_chunks)
+    undrawn = _Undrawn(hidden_MD, nodes, of_slots, positions_M - of_slots.length)
+    tokens_M, logprobs_M, reused_M = _draw(config, params, undrawn, scheme)
+    emitted_B = room_B > 0
+    dtype = cache.values[0].dtype
+    of_roots = entries.take(np.s_[:B], dtype)
+    pending = pending.replaced(of_roots, roots.slots_M, slots.length, emitted_B)
+    slots = _advance(slots, emitted_B.astype(jnp.int32), tokens_M[:B], stop_E)
+    emitted_M = jnp.concatenate([emitted_B, chunks.slot_X >= 0])
+    packed = pack_draws(Drawn(tokens_M, logprobs_M, emitted_M, reused_M, None))
+    return cache, pending, slots.pinned(), replicated(packed), entries.take(np.s_[B:], dtype)
+
+
+def _chunk_nodes(chunks: Chunks, given_2X: jax.Array) -> Nodes:
+    """Return the tokens of chunks as nodes to draw at."""
+    tokens_X = chunks.tokens_TC.reshape(-1)
+    least_X = jax.lax.bitcast_convert_type(given_2X[1], jnp.float32)
+    return Nodes(tokens_X, chunks.slot_X, jnp.full_like(tokens_X, -1), given_2X[0], least_X)
 
 
 @partial(

@@ -1,10 +1,11 @@
 """Earlier responses that requests start from, up to the first token that is not kept.
 
 A request starts from its cached response of an earlier epoch (`rl.speculation.reuse`), from its
-early tokens, or from both in turn. They are verified like the rest of its prompt, in chunks with a
-draw after each token, before its row joins the rounds; if chunks do not pay
-(`spec.round_times.RoundTimes.chunks_pay`) by rounds of the row, as chains of nodes. With the same
-noise a token is kept if the policy draws it; else a rule decides in the round.
+early tokens, or from both in turn. They are verified in chunks with a draw after each token, before
+its row joins the rounds; if nodes take fewer seconds (`spec.round_times.RoundTimes.chunks_pay`) by
+rounds of the row, as chains of nodes. With the same noise a token is kept if the policy draws it;
+else a rule decides in the round. With the same noise a row may also decode instead (`watch`), if a
+pass does not pay (`spec.reuse.chunk_price`): its tokens are compared with the cached ones.
 B = slots, L = response tokens, A = live requests, N = draft tokens of a request, M = nodes,
 X = tokens of chunks.
 """
@@ -22,6 +23,8 @@ from rl.engine.stats import CachedCounts
 from rl.trajectory import PartialRequest, Prefix, Request
 from spec.drafter import Drafts, LiveSlots, Source
 from spec.nodes import KEPT, NOT_GIVEN
+from spec.reuse.agreement import FIRST_RATE, Correction, expected_tokens
+from spec.reuse.chunk_price import ChunkPrice
 from spec.reuse.prefix_rule import PrefixRule
 from spec.sampling import NOISE_NAMES
 
@@ -32,7 +35,9 @@ class CachedPrefixes:
     """The chains of B rows; row b may still keep its chain's tokens `emitted … end_B[b]`.
 
     `end_B` is 0 without an active chain. Without a `rule` cached responses are not used; `counts`
-    covers only cached responses. Chains are verified `in_chunks` or as nodes.
+    covers only cached responses. Chains are verified `in_chunks` or as nodes; in `watched_B`
+    they are only compared. `price` decides on passes of chunks (None: all are made); it expects
+    that early tokens miss at `begun_miss_rate`.
     """
 
     def __init__(
@@ -44,10 +49,14 @@ class CachedPrefixes:
         longest: int,
         *,
         in_chunks: bool = False,
+        price: ChunkPrice | None = None,
+        begun_counts: CachedCounts | None = None,
+        begun_miss_rate: float = FIRST_RATE,
     ) -> None:
-        self.in_chunks = in_chunks
+        self.in_chunks, self.price = in_chunks, price
         self._rule, self._endings, self.counts = rule, endings, counts
-        self._begun_counts = CachedCounts()
+        self._begun_counts = begun_counts or CachedCounts()
+        self._begun_rate = begun_miss_rate
         self.tokens_BL = np.zeros((num_slots, longest), np.int32)
         self.min_logprobs_BL = np.zeros((num_slots, longest), np.float32)
         self.end_B = np.zeros(num_slots, np.int32)
@@ -55,6 +64,49 @@ class CachedPrefixes:
         self.begun_BL = np.zeros((num_slots, longest), np.int32)
         self.begun_tokens_B = np.zeros(num_slots, np.int32)
         self.of_begun_B = np.zeros(num_slots, bool)  # the chain is of early tokens
+        self.watched_B = np.zeros(num_slots, bool)  # the row decodes, and may draw the chain
+        self.rate_B = np.zeros(num_slots, np.float32)  # at which cached tokens are missed
+        self._corrections = Correction(), Correction()  # of cached rates, and of early tokens'
+
+    @property
+    def chunks_end_B(self) -> np.ndarray:
+        """Return the ends of the chains that chunks decide on; 0 for none."""
+        return np.where(self.watched_B, 0, self.end_B)
+
+    def watch(self, row: int) -> None:
+        """Have a row decode: its chain is only compared with the tokens that it draws."""
+        assert not self.ruled(np.array([row])).any(), "a rule has to decide"
+        self.watched_B[row] = True
+
+    def play(self, requests: Sequence[Request], num_slots: int, num_positions: int) -> None:
+        """Price tokens by a play of all requests of the rollout, if passes are priced."""
+        if self.price is None:
+            return
+        pairs = [self._last(r) for r in requests]
+        known = [length for length, rate in pairs if length]
+        usual = sum(known) // max(len(known), 1)  # of those that nothing is known of
+        length_N = np.array([length or usual for length, _ in pairs])
+        self.price.play(length_N, np.array([rate for _, rate in pairs]), num_slots, num_positions)
+
+    def _last(self, request: Request) -> tuple[int, float]:
+        """Return the tokens of a request's last response, and its miss rate."""
+        cached = request.cached if self._rule is not None else None
+        if request.begun:
+            return len(request.begun), self._begun_rate
+        return (len(cached.tokens), cached.miss_rate) if cached is not None else (0, 1.0)
+
+    def expected_tokens(
+        self, rows: Sequence[int], emitted_B: np.ndarray, limit_B: np.ndarray
+    ) -> np.ndarray:
+        """Return how many tokens the next chunk of each row is expected to bring; 0 without one."""
+        assert self.price is not None
+        end_B = np.minimum(self.end_B, limit_B)
+        left_R = np.clip(end_B - emitted_B, 0, self.price.chunk_tokens)[rows]
+        cached, begun = (correction.factor for correction in self._corrections)
+        rate_R = np.where(
+            self.of_begun_B[rows], self._begun_rate * begun, self.rate_B[rows] * cached
+        )
+        return expected_tokens(rate_R, left_R)
 
     @property
     def given(self) -> bool:
@@ -72,6 +124,8 @@ class CachedPrefixes:
         """
         request, prefix, response = partial.request, partial.prefix, _NONE
         self.end_B[row], self.total_reused_B[row], self.of_begun_B[row] = 0, 0, False
+        self.watched_B[row] = False
+        self.rate_B[row] = FIRST_RATE if request.cached is None else request.cached.miss_rate
         if prefix is not None:
             self.total_reused_B[row], response = prefix.reused_tokens, prefix.response_ids
         begun = self._usable(request, ends, np.asarray(request.begun, np.int32))
@@ -117,8 +171,8 @@ class CachedPrefixes:
         return max(0, max_length - waiting.num_tokens) if self.in_chunks else 0
 
     def goes_on(self, rows: np.ndarray) -> np.ndarray:
-        """Return the rows' requests that may still keep tokens; bool."""
-        return self.end_B[rows] > 0
+        """Return the rows' requests that may still keep tokens of their chain; bool."""
+        return self.chunks_end_B[rows] > 0
 
     def draft(self, live: LiveSlots, most_A: np.ndarray, drafts: Drafts) -> None:
         """Write the chains, of up to `most_A` tokens, to their requests' drafts."""
@@ -126,7 +180,7 @@ class CachedPrefixes:
         emitted_A = live.total_tokens_A - live.prompt_tokens_A
         rows_A, source = live.rows_A, int(Source.CACHED)
         rate_A = np.where(self.of_begun_B[rows_A], rates[1], rates[0])
-        most_A = np.minimum(most_A, self.end_B[rows_A] - emitted_A)
+        most_A = np.minimum(most_A, self.chunks_end_B[rows_A] - emitted_A)
         _draft(self.tokens_BL, rows_A, emitted_A, most_A, rate_A, source, drafts)
 
     def give(self, nodes_5M: np.ndarray, emitted_B: np.ndarray) -> None:
@@ -171,6 +225,8 @@ class CachedPrefixes:
         resume after a cached response.
         """
         agreeing_B = _agreeing(tokens_BN, count_B, emitted_B, self.tokens_BL, self.end_B)
+        if self.price is not None:
+            self._correct(agreeing_B, count_B, emitted_B)
         ruled_B = ~self.of_begun_B & self.given
         given_B = np.where(ruled_B, np.minimum(reused_B, count_B), 0).astype(np.int32)
         reused_B = np.where(ruled_B, given_B, agreeing_B)
@@ -188,6 +244,16 @@ class CachedPrefixes:
                 emitted = self.tokens_BL[row, :before], tokens_BN[row, :now]
                 self._resume_begun(row, np.concatenate(emitted))
         return given_B
+
+    def _correct(self, agreeing_B: np.ndarray, count_B: np.ndarray, emitted_B: np.ndarray) -> None:
+        """Correct the expected rates by the tokens of a fetch, `agreeing_B` of them expected."""
+        compared_B = np.where(self.end_B, np.minimum(count_B, self.end_B - emitted_B), 0)
+        missed_B = agreeing_B < compared_B
+        decided_B = agreeing_B + missed_B
+        for is_begun, correction in enumerate(self._corrections):
+            of_B = (self.of_begun_B == is_begun) & (compared_B > 0)
+            rate_B = self._begun_rate if is_begun else self.rate_B
+            correction.observe(int(missed_B[of_B].sum()), float((rate_B * decided_B)[of_B].sum()))
 
     def reused(self, row: int, partial: PartialRequest, prefix: Prefix) -> Prefix:
         """Return the row's response with who drew the tokens that a rule kept, and how many."""

@@ -44,6 +44,7 @@ from rl.trajectory import (
 )
 from sched.request import copy_of
 from spec.budget.budget import plain
+from spec.reuse.chunk_price import ChunkPrice
 
 T = TypeVar("T")
 UNLIMITED = 2**62  # cache positions
@@ -119,6 +120,8 @@ class Engine(ModelRunner):
         max_tokens, done = longest_tokens(requests, spec.sampling), dict[int, Trajectory]()
         with self.rollout(spec, max_requests=len(requests), max_tokens=max_tokens, stats=stats):
             self._waiting.add([PartialRequest(r) for r in requests], is_new=True)
+            if self._table.cached is not None:
+                self._table.cached.play(requests, len(self._table), self._rows.num_positions)
             while self.has_work:
                 for trajectory in self.step():
                     assert isinstance(trajectory, Trajectory), "whole requests have no chunks"
@@ -155,7 +158,13 @@ class Engine(ModelRunner):
         endings = spec.endings()
         if spec.rule is not None or spec.begun:
             args = spec.rule, endings, self.stats.cached, num_slots, max_tokens
-            cached = CachedPrefixes(*args, in_chunks=self._verifies_in_chunks(spec, num_slots))
+            cached = CachedPrefixes(
+                *args,
+                in_chunks=self._verifies_in_chunks(spec, num_slots),
+                price=self._chunk_price(spec),
+                begun_counts=self.stats.begun,
+                begun_miss_rate=spec.begun_miss_rate,
+            )
         # a fetch may write one beyond
         lora = self.model.lora
         table = SlotTable(
@@ -257,9 +266,16 @@ class Engine(ModelRunner):
 
     def _verifies_in_chunks(self, spec: RolloutSpec, num_slots: int) -> bool:
         """Return whether a rollout verifies cached responses in chunks rather than as nodes."""
-        chunk_tokens = self.drawing_chunks(num_slots)[-1] * self.chunk_tokens
+        chunk_tokens = self.drawing_chunks(num_slots)[-1] * self.drawing_tokens
         bucket = num_slots, self.round_positions(num_slots)[0]
         return spec.times is None or spec.times.chunks_pay(*bucket, chunk_tokens)
+
+    def _chunk_price(self, spec: RolloutSpec) -> ChunkPrice | None:
+        """Return the price of passes; None if a rule has to decide, or nothing is measured."""
+        decides = spec.rule is not None and not spec.rule.mode.couples_noise
+        if decides or spec.times is None:
+            return None
+        return ChunkPrice(spec.times, self.drawing_tokens)
 
     @property
     def _table(self) -> SlotTable:
@@ -279,6 +295,7 @@ class Engine(ModelRunner):
             if not places:
                 break
             rows.enter(waiting.take(len(places)), places)
+            rows.decode_cheap(places)
             rows.changed()
 
     def _preempt(self) -> None:
@@ -305,21 +322,26 @@ class Engine(ModelRunner):
     # -- rounds ------------------------------------------------------------
 
     def _round(self, began_s: float) -> None:
-        ready_s, live = self.clock(), self._table.live()
-        table, drafts = self._table, None
+        ready_s, table, drafts = self.clock(), self._table, None
+        live = table.live()
         decision = plain(len(table))
         draws = self._rows.draws_next(waits=len(self._waiting) > 0)
-        if not draws:
+        live = table.live() if table.verifies_in_chunks else live  # rows may decode instead
+        if draws is None:
             sizes = len(table), self._rows.num_positions
             missing = table.num_prompts_missing
             drafts, decision = self._speculator.decide(live, *sizes, table.cached, missing)
         drafted_s = self.clock()
         limits = Limits(self._stop_after(), self._fetch_tokens)
         prompt_tokens = self.stats.prefilled_tokens
-        if draws:
-            tokens_BN, count_B, rounds_B = self._rounds.draw_in_chunks(live)
+        plain_rounds = 0.0
+        if draws is not None:
+            num_busy = table.num_busy
+            tokens_BN, count_B, rounds_B = self._rounds.draw_in_chunks(live, draws)
+            plain_rounds = float(count_B.sum()) / num_busy
         else:
             tokens_BN, count_B, rounds_B = self._rounds.run(live, drafts, decision, limits)
+            self._price_rounds(decision.num_nodes, count_B[live.rows_A], rounds_B[live.rows_A])
         if drafts is not None:
             emitted = tokens_BN[live.rows_A], count_B[live.rows_A]
             self._speculator.observe(live, drafts, decision.taken_A, *emitted)
@@ -338,6 +360,7 @@ class Engine(ModelRunner):
                 cached_nodes=num_cached,
                 prompt_tokens=self.stats.prefilled_tokens - prompt_tokens,
                 cached_in_chunks=self._rounds.cached_in_chunks,
+                plain_rounds=plain_rounds,
                 num_positions=self._rows.num_positions,
                 request_ids_A=table.request_ids_B[rows_A],
                 cached_tokens_A=table.cached_tokens_B[rows_A] - count_B[rows_A],
@@ -345,6 +368,13 @@ class Engine(ModelRunner):
                 emitted_A=count_B[rows_A],
             )
         )
+
+    def _price_rounds(self, num_nodes: int, count_A: np.ndarray, rounds_A: np.ndarray) -> None:
+        """Tell the price of cached responses how fast rounds are."""
+        cached = self._table.cached
+        if cached is not None and cached.price is not None and len(count_A):
+            at = len(self._table), num_nodes, self._rows.num_positions
+            cached.price.observe(float(count_A.mean()), int(rounds_A.max()), at)
 
     def _stop_after(self) -> int:
         """Ended requests after which the host can refill slots, or the batch can shrink."""

@@ -35,6 +35,7 @@ T = TypeVar("T")
 # jax lists an array's shards when it is first read: two threads at once see half of them
 _placing = threading.Lock()
 MOST_AT_ONCE = 2  # programs of a CPU; each has parts for several cores
+MAX_DRAWING_TOKENS = 32  # of a chunk
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -139,9 +140,9 @@ class ModelRunner:
         """Return room on these devices for the entries of the largest round."""
         return self._no_pending(self.config.most_nodes(num_slots))
 
-    def empty_entries(self, num_chunks: int) -> kv_cache.Entries:
+    def empty_entries(self, num_chunks: int, chunk_tokens: int | None = None) -> kv_cache.Entries:
         """Return entries of a round's chunks, on these devices."""
-        none = self._no_pending(num_chunks * self.chunk_tokens)
+        none = self._no_pending(num_chunks * (chunk_tokens or self.chunk_tokens))
         return kv_cache.Entries(none.keys, none.values, none.features)
 
     def _no_pending(self, num_entries: int) -> kv_cache.Pending:
@@ -211,9 +212,32 @@ class ModelRunner:
         """The tokens of a prompt that a round computes in one chunk."""
         return self.config.chunk_tokens(self.longest_tokens, self.is_paged)
 
+    @property
+    def drawing_tokens(self) -> int:
+        """The tokens of a chunk that draws: few, since its draws end at the first difference."""
+        return min(MAX_DRAWING_TOKENS, self.chunk_tokens)
+
     def drawing_chunks(self, num_slots: int) -> list[int]:
-        """Return the numbers of chunks of rounds that draw after their tokens, smallest first."""
-        return self.config.drawing_chunks(num_slots, self.chunk_tokens)
+        """Return the numbers of chunks of passes that draw after their tokens, smallest first."""
+        return self.config.drawing_chunks(num_slots, self.drawing_tokens)
+
+    def parts_of_pass(self, num_rows: int, num_slots: int) -> list[int]:
+        """Return the chunks of the programs that draw for so many rows, one each.
+
+        There are as many as run at once, if the rows fill so many.
+        """
+        sizes, parts = self.drawing_chunks(num_slots), list[int]()
+        each = max(num_rows // self.num_at_once, sizes[0])
+        while num_rows > 0:
+            fitting = [n for n in sizes if n <= min(each, num_rows)]
+            parts.append(max(fitting, default=sizes[0]))
+            num_rows -= parts[-1]
+        return parts
+
+    @property
+    def beside_chunks(self) -> list[int]:
+        """Return the numbers of chunks that draw together with a round: one suffices for a row."""
+        return sorted({self.batch_ways, self.config.prefill_rows})
 
     def slots_for(self, num_requests: int) -> int:
         """Return the bucket of slots that a rollout starts in: prompts are computed in it."""
@@ -226,9 +250,9 @@ class ModelRunner:
         """Copy rows, (from, to)."""
         return cache_ops.copy_rows(cache, *_pairs(copies, cache.num_slots))
 
-    def no_chunks(self, num_chunks: int) -> np.ndarray:
+    def no_chunks(self, num_chunks: int, chunk_tokens: int | None = None) -> np.ndarray:
         """Return a table for `Chunks.of_table` with nothing but padding."""
-        table_TX = np.zeros((num_chunks, 2 + self.chunk_tokens), np.int32)
+        table_TX = np.zeros((num_chunks, 2 + (chunk_tokens or self.chunk_tokens)), np.int32)
         table_TX[:, 0] = -1
         return table_TX
 
@@ -277,7 +301,7 @@ class ModelRunner:
         return self.prompt_options(scheme) | {"max_rounds": self.config.rounds_per_fetch}
 
     def prompt_options(self, scheme: Draw) -> dict[str, Any]:
-        """Return the static arguments of `decode_beside_chunks` and `chunks_alone`."""
+        """Return the static arguments of rounds that compute chunks of prompts or that draw."""
         return {"config": self.model, "scheme": scheme}
 
     def verify_options(self, scheme: Draw, num_slots: int, num_nodes: int) -> dict[str, Any]:

@@ -232,7 +232,7 @@ class PageMemory:
         each = len(pages.users_P) // pages.ways
         return f"{free} of {each} pages of {pages.page_tokens} are free; {'; '.join(books)}"
 
-    def chunk_start(self, row: int, start: int) -> int:
+    def chunk_start(self, row: int, start: int, chunk_tokens: int) -> int:
         """Return the first position of a chunk from `start` on: `start`, to spare shared pages."""
         assert self._pages.held_B[row] > 0, f"row {row} computes a prompt that it has no page for"
         return start

@@ -20,6 +20,7 @@ from spec.budget.budget import Budget
 from spec.config import SamplingConfig
 from spec.drafter import Drafter
 from spec.eagle.training_data import HiddenStateSink
+from spec.reuse.agreement import FIRST_RATE
 from spec.reuse.prefix_rule import PrefixRule
 from spec.round_times import RoundTimes
 
@@ -67,8 +68,9 @@ class RolloutSpec:
 
     `words` is the text of tokens, for stop strings. `drafts` makes each worker's drafter and
     budget; without a budget all draft tokens are verified. `rule` decides how much of cached
-    responses is kept (None: none); requests may have early tokens. `times`, measured seconds of
-    rounds, choose between verifying these in chunks (None: always) or as nodes. `sink` receives
+    responses is kept (None: none); with `begun`, requests may have early tokens, expected to
+    miss at `begun_miss_rate`. `times`, measured seconds of rounds, choose between verifying
+    these in chunks (None: always), as nodes, or by decoding. `sink` receives
     responses with hidden states. With `keeps_responses` a prompt may continue an earlier request's
     tokens in its row, as the turns of a dialogue do.
     """
@@ -83,6 +85,7 @@ class RolloutSpec:
     sink: HiddenStateSink | None = None
     words: TokenBytes | None = None
     begun: bool = False
+    begun_miss_rate: float = FIRST_RATE
     keeps_responses: bool = False
     times: RoundTimes | None = None
 

@@ -15,7 +15,7 @@ import numpy as np
 from models.kv_cache import Entries
 from rl.engine.model_runner import ModelRunner
 from rl.engine.rollout_spec import RolloutSpec
-from rl.engine.slot_cache import SlotCache
+from rl.engine.slot_cache import NextDraws, SlotCache
 from rl.engine.slot_table import SlotTable
 from rl.engine.speculate import Speculator
 from rl.engine.stats import EngineStats
@@ -23,7 +23,14 @@ from spec.budget.budget import DraftDecision
 from spec.draft_cache.drafting import draft_rounds, unpack_rounds
 from spec.drafter import Drafts, LiveSlots
 from spec.nodes import by_slot, pack, unpack_draws
-from spec.verify import Slots, chunks_alone, decode_beside_chunks, decode_rounds, verify_round
+from spec.verify import (
+    Slots,
+    chunks_alone,
+    chunks_beside_roots,
+    decode_beside_chunks,
+    decode_rounds,
+    verify_round,
+)
 
 T = TypeVar("T")
 Fetch = tuple[np.ndarray, np.ndarray, np.ndarray]  # as of `spec.nodes.unpack_draws`
@@ -155,42 +162,73 @@ class Rounds:
             rows.copy_prompts()
         return result
 
-    def draw_in_chunks(self, live: LiveSlots) -> Fetched:
-        """Compute chunks of rows that do not take part in rounds yet; decide on cached tokens."""
-        table, rows = self._table, self._rows
+    def draw_in_chunks(self, live: LiveSlots, draws: NextDraws) -> Fetched:
+        """Decide on cached tokens of rows that do not take part in rounds yet, in chunks."""
+        table, self._busy = self._table, False
         assert table.cached is not None
-        self._busy, passes = False, rows.next_passes()
-        # the cache is written once all have been called that read it
-        slots = self._device_slots()
-        calls = [self._chunks_alone(slots, chunks_TX) for chunks_TX in passes]
-        results = self._runner.at_once(calls)
-        self._called()
-        for chunks_TX, (_, entries) in zip(passes, results, strict=True):
-            self._write_chunks(entries, chunks_TX)
-        draws, chunks_TX = [drawn for drawn, _ in results], np.concatenate(passes)
-        tokens_X, logprobs_X, kind_X = self._fetched(live, _in_turn, draws)
+        drafted_B = np.zeros(len(table), bool)
+        drafted_B[draws.rows] = True
+        if draws.is_beside:
+            result, chunks_TX = self._chunks_beside(draws.rows)
+            tokens, logprobs, kinds = self._fetched(live, unpack_draws, result)
+            slots = np.concatenate([np.arange(len(table)), _slot_X(chunks_TX)])
+            first = len(table)
+        else:
+            results, chunks_TX = self._chunks_alone(draws.rows)
+            tokens, logprobs, kinds = self._fetched(live, _in_turn, results)
+            slots, first = _slot_X(chunks_TX), 0
         state = table.prompt_tokens_B, table.emitted_B, table.limit_B
-        kind_X = table.cached.stand(chunks_TX, tokens_X, kind_X, *state)
-        self.cached_in_chunks = int(np.count_nonzero(kind_X))
-        slots_X = np.repeat(chunks_TX[:, 0], chunks_TX.shape[1] - 2)
-        drawn = by_slot(tokens_X, logprobs_X, kind_X, slots_X, len(table))
-        tokens_BN, logprobs_BN, count_B, reused_B = drawn
-        count_B = self._commit(tokens_BN, logprobs_BN, count_B, count_B > 0, reused_B)
+        kinds = kinds.copy()
+        kinds[first:] = table.cached.stand(chunks_TX, tokens[first:], kinds[first:], *state)
+        self.cached_in_chunks = int(np.count_nonzero(kinds[first:]))
+        tokens_BN, logprobs_BN, count_B, reused_B = by_slot(
+            tokens, logprobs, kinds, slots, len(table)
+        )
+        count_B = self._commit(tokens_BN, logprobs_BN, count_B, drafted_B, reused_B)
         self._count(len(table), 1)
         return Fetched(tokens_BN, count_B, np.minimum(count_B, 1))
 
-    def _chunks_alone(
-        self, slots: Slots, chunks_TX: np.ndarray
-    ) -> Callable[[], tuple[jax.Array, Entries]]:
-        """Return the call of a pass of chunks that draw."""
+    def _chunks_alone(self, rows: Sequence[int]) -> tuple[list[jax.Array], np.ndarray]:
+        """Call passes of chunks that draw; return their draws and their chunks."""
+        table, runner, cache = self._table, self._runner, self._rows.cache
+        assert table.cached is not None
+        slots, passes = self._device_slots(), self._rows.passes_alone(rows)
+        options, calls = runner.prompt_options(self._scheme), []
+        for chunks_TX in passes:
+            inputs_2X = table.cached.give_chunks(chunks_TX, table.prompt_tokens_B)
+            sizes = len(table), self._rows.num_positions
+            runner.record.note("chunks alone", sizes, table, chunks_TX, inputs_2X)
+            tables = runner.argument(chunks_TX), runner.argument(inputs_2X)
+            calls.append(partial(chunks_alone, self.params, cache, slots, *tables, **options))
+        results = runner.at_once(calls)
+        self._called()
+        # the cache is written once all have been called that read it
+        for chunks_TX, (_, entries) in zip(passes, results, strict=True):
+            self._write_chunks(entries, chunks_TX)
+        return [drawn for drawn, _ in results], np.concatenate(passes)
+
+    def _chunks_beside(self, at: Sequence[int]) -> tuple[jax.Array, np.ndarray]:
+        """Call a round of roots with chunks that draw; return its draws and its chunks."""
         table, rows, runner = self._table, self._rows, self._runner
         assert table.cached is not None
+        slots, state = self._device_slots(), rows.for_round()
+        chunks_TX = rows.pass_beside(at)
         inputs_2X = table.cached.give_chunks(chunks_TX, table.prompt_tokens_B)
         sizes = len(table), rows.num_positions
-        runner.record.note("chunks alone", sizes, table, chunks_TX, inputs_2X)
-        tables = runner.argument(chunks_TX), runner.argument(inputs_2X)
-        options = runner.prompt_options(self._scheme)
-        return partial(chunks_alone, self.params, rows.cache, slots, *tables, **options)
+        runner.record.note("chunks beside roots", sizes, table, chunks_TX, inputs_2X)
+        *state, result, entries = chunks_beside_roots(
+            self.params,
+            *state,
+            slots,
+            self._stop_E,
+            runner.argument(chunks_TX),
+            runner.argument(inputs_2X),
+            **runner.prompt_options(self._scheme),
+        )
+        rows.stepped(*state)
+        self._called()
+        self._write_chunks(entries, chunks_TX)
+        return result, chunks_TX
 
     def _drafts_wait(self) -> bool:
         """Return whether a drafter waits until most rows have their prompt."""
@@ -331,6 +369,11 @@ class Rounds:
 
     def _device_slots(self) -> Slots:
         return self._rows.slots(self._key)
+
+
+def _slot_X(chunks_TX: np.ndarray) -> np.ndarray:
+    """Return the slot of each token of chunks."""
+    return np.repeat(chunks_TX[:, 0], chunks_TX.shape[1] - 2)
 
 
 def _in_turn(found: Sequence[jax.Array]) -> Fetch:

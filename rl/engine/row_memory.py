@@ -102,9 +102,9 @@ class RowMemory:
         """Return who has what, for an error's message."""
         return f"rows of {self.held.num_positions} positions, lacking {table.lacking()}"
 
-    def chunk_start(self, row: int, start: int) -> int:
+    def chunk_start(self, row: int, start: int, chunk_tokens: int) -> int:
         """Return the first position of a chunk from `start` on: its window fits into the row."""
-        return min(start, self.held.num_positions - self._runner.chunk_tokens)
+        return min(start, self.held.num_positions - chunk_tokens)
 
     def share(self, copies: Sequence[tuple[int, int]], table: SlotTable) -> list[int]:
         """Copy prompts, (from row, to row); return the rows that have theirs."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -22,7 +23,15 @@ from rl.engine.row_memory import RowMemory
 from rl.engine.slot_table import SlotTable
 from rl.engine.state_delivery import Ended, StateDelivery
 from rl.trajectory import PartialRequest
+from spec.reuse.chunk_price import Bucket
 from spec.verify import Slots, settle
+
+
+class NextDraws(NamedTuple):
+    """A pass of a chunk of each of these rows, alone or with a plain round of the live rows."""
+
+    rows: list[int]
+    is_beside: bool
 
 
 def open_memory(runner: ModelRunner) -> RowMemory | PageMemory:
@@ -172,54 +181,113 @@ class SlotCache:
     def prompts_first(self) -> bool:
         """Return whether rounds without nodes compute prompts, as no row is live."""
         table = self.table
-        return table.num_busy > 0 and not (table.verifies_in_chunks or table.live_B.any())
+        if not table.num_busy or table.live_B.any():
+            return False
+        return not table.verifies_in_chunks or bool(self.ready(draws=False))
 
-    def draws_next(self, *, waits: bool) -> bool:
-        """Return whether a pass of chunks that draw comes next.
+    def draws_next(self, *, waits: bool) -> NextDraws | None:
+        """Return the next pass of chunks that draw; None: a round comes next.
 
-        Nodes of few rows cost as much as nodes of many: they wait until half of the busy rows are
-        live. After that a pass comes if it is full, or if no waiting request has chunks to fill it.
+        If passes are priced, rows decode until there are enough of them for one that pays. Else
+        they wait until half of the busy rows are live, then for a full pass, or until no request
+        `waits` for a slot.
         """
         table = self.table
         if not table.verifies_in_chunks:
-            return False
-        num_live, ready = int(table.live_B.sum()), self.ready(draws=True)
-        if 2 * num_live <= table.num_busy:
-            return bool(ready) or not num_live
-        if len(ready) >= self._runner.drawing_chunks(len(table))[-1]:
-            return True
-        return not waits and bool(table.verifies_B[ready].any())
+            return None
+        (verifying,) = np.nonzero(table.verifies_B)
+        rows = [row for row in verifying.tolist() if self._memory.has_room(row)]
+        assert table.cached is not None
+        decoding = np.nonzero(table.live_B & table.cached.watched_B & (table.cached.end_B > 0))[0]
+        if table.cached.price is not None and len(decoding) and not self._runner.is_paged:
+            return self._priced([*rows, *decoding.tolist()], rows)
+        if not rows:
+            ready = table.live_B.any() or self.ready(draws=False) or not table.num_busy
+            assert ready, self._stuck()
+            return None
+        if table.cached.price is None:
+            num_live = int(table.live_B.sum())
+            is_full = len(rows) >= self._runner.drawing_chunks(len(table))[-1]
+            if waits and not is_full and 2 * num_live > table.num_busy:
+                return None
+            return NextDraws(rows, 0 < num_live and len(rows) <= self._runner.beside_chunks[-1])
+        return self._priced(rows, rows)
+
+    def _priced(self, rows: Sequence[int], verifying: Sequence[int]) -> NextDraws | None:
+        """Return the pass of some of these rows that pays, if one does; the others decode."""
+        table, runner = self.table, self._runner
+        assert table.cached is not None and table.cached.price is not None
+        expected_R = table.cached.expected_tokens(rows, table.emitted_B, table.limit_B)
+        order = np.argsort(-expected_R, kind="stable")
+        sizes = runner.drawing_chunks(len(table)), runner.beside_chunks
+        chosen = table.cached.price.best_pass(expected_R[order], self._bucket, *sizes)
+        count = 0 if chosen is None else chosen.num_chunks
+        taken = [rows[i] for i in order[:count].tolist()]
+        self.decode_instead([row for row in verifying if row not in taken])
+        for row in set(taken).difference(verifying):
+            table.verify_again(row)
+            self.changed()
+        return None if chosen is None else NextDraws(taken, chosen.is_beside)
+
+    def decode_cheap(self, rows: Sequence[int]) -> None:
+        """Have rows that have entered decode, if even a full pass of such rows would not pay."""
+        table, cached = self.table, self.table.cached
+        if cached is None or cached.price is None or not table.verifies_in_chunks:
+            return
+        price, at = cached.price, self._bucket
+        sizes = self._runner.drawing_chunks(len(table))
+        expected_R = cached.expected_tokens(rows, table.emitted_B, table.limit_B)
+        cheap_R = (expected_R > 0) & ~price.may_pay(expected_R, at, sizes)
+        self.decode_instead(np.asarray(rows)[cheap_R].tolist())
+
+    @property
+    def _bucket(self) -> Bucket:
+        return Bucket(len(self.table), self.num_positions, self.table.num_busy)
+
+    def decode_instead(self, rows: Sequence[int]) -> None:
+        """Have rows decode in place of verifying their cached tokens in chunks."""
+        for row in rows:
+            self.table.decode_instead(row)
+            if not self.table.missing_tokens_B[row]:
+                self.joined([row])
 
     def next_chunks(self) -> np.ndarray:
         """Return the chunks that a round computes next to its nodes, for `Chunks.of_table`."""
         table, T = self.table, self._runner.config.prefill_rows
         rows = self.ready(draws=False)
         assert rows or table.live_B.any(), self._stuck()
-        return self._chunks(rows, T, table.cached_tokens_B, most_of_row=T)
+        size = T, self._runner.chunk_tokens
+        return self._chunks(rows, size, table.cached_tokens_B, most_of_row=T)
 
-    def next_passes(self) -> list[np.ndarray]:
-        """Return tables of a chunk of each row that is ready, for independent passes that draw.
+    def pass_beside(self, rows: Sequence[int]) -> np.ndarray:
+        """Return a table of a chunk of each row, for a pass that draws with a round."""
+        T = next(n for n in self._runner.beside_chunks if n >= len(rows))
+        return self._drawing(rows, T)
+
+    def passes_alone(self, rows: Sequence[int]) -> list[np.ndarray]:
+        """Return tables of a chunk of each row, for independent passes that draw.
 
         There are as many as run at once, if the rows fill so many.
         """
-        table, rows, passes = self.table, self.ready(draws=True), list[np.ndarray]()
-        assert rows, self._stuck()
-        sizes = self._runner.drawing_chunks(len(table))
-        num_rows = max(len(rows) // self._runner.num_at_once, sizes[0])
-        while rows:
-            T = max([n for n in sizes if n <= min(num_rows, len(rows))], default=sizes[0])
-            passes.append(self._chunks(rows[:T], T, table.known_tokens_B, most_of_row=1))
-            rows = rows[T:]
-        return passes
+        parts = self._runner.parts_of_pass(len(rows), len(self.table))
+        ends = np.cumsum(parts).tolist()
+        starts = [0, *ends[:-1]]
+        pairs = zip(starts, ends, parts, strict=True)
+        return [self._drawing(rows[first:end], T) for first, end, T in pairs]
+
+    def _drawing(self, rows: Sequence[int], num_chunks: int) -> np.ndarray:
+        size = num_chunks, self._runner.drawing_tokens
+        return self._chunks(rows, size, self.table.known_tokens_B, most_of_row=1)
 
     def _chunks(
-        self, rows: Sequence[int], num_chunks: int, end_B: np.ndarray, most_of_row: int
+        self, rows: Sequence[int], size: tuple[int, int], end_B: np.ndarray, most_of_row: int
     ) -> np.ndarray:
-        """Return a table of chunks of what rows lack, each row's up to `end_B`."""
-        table_TX, C = self._runner.no_chunks(num_chunks), self._runner.chunk_tokens
+        """Return a table of (chunks, tokens) of what rows lack, each row's up to `end_B`."""
+        num_chunks, C = size
+        table_TX = self._runner.no_chunks(num_chunks, C)
         held_B = self.table.known_tokens_B - self.table.missing_tokens_B
         starts = (
-            (row, self._memory.chunk_start(row, at))
+            (row, self._memory.chunk_start(row, at, C))
             for row in rows
             for at in itertools.islice(range(held_B[row], end_B[row], C), most_of_row)
         )
@@ -242,7 +310,7 @@ class SlotCache:
         """Write a round's entries of chunks; return how many of these tokens rows lacked."""
         chunks = self._runner.argument(chunks_TX)
         self._memory.cache = cache_ops.write_chunks(self._memory.held, entries, chunks)
-        C, result = self._runner.chunk_tokens, 0
+        C, result = chunks_TX.shape[1] - 2, 0
         for row, start in chunks_TX[chunks_TX[:, 0] >= 0, :2].tolist():
             result += self._filled(row, start + C)
         return result

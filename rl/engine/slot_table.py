@@ -133,7 +133,7 @@ class SlotTable:
         if not self.verifies_in_chunks:
             return self.cached_tokens_B
         assert self.cached is not None
-        known_B = self.prompt_tokens_B + np.minimum(self.cached.end_B, self.limit_B) - 1
+        known_B = self.prompt_tokens_B + np.minimum(self.cached.chunks_end_B, self.limit_B) - 1
         return np.maximum(self.cached_tokens_B, known_B)
 
     @property
@@ -213,6 +213,19 @@ class SlotTable:
         end = int(self.known_tokens_B[row]) + 1
         self.tokens_BL[row, now:end] = self.cached.tokens_BL[row, now - first : end - first]
         self.missing_tokens_B[row] = end - now
+
+    def decode_instead(self, row: int) -> None:
+        """Have a row decode in place of verifying its cached tokens in chunks."""
+        assert self.cached is not None
+        held = int(self.known_tokens_B[row] - self.missing_tokens_B[row])
+        self.cached.watch(row)
+        self.missing_tokens_B[row] = int(self.known_tokens_B[row]) - held
+
+    def verify_again(self, row: int) -> None:
+        """Have a row that decodes verify the rest of its cached tokens in chunks."""
+        assert self.cached is not None
+        self.cached.watched_B[row] = False
+        self._look_ahead(row)
 
     def commit(
         self,

@@ -30,7 +30,7 @@ class RoundRecord:
     waiting for the device (`fetched_s`), and committing. As many nodes as slots are plain decoding,
     of max(`rounds_A`) rounds; `rounds_A` counts the rounds of each request. `cached_nodes` were
     tokens of cached responses; in addition to the nodes `prompt_tokens` were computed, and
-    `cached_in_chunks` decided on.
+    `cached_in_chunks` decided on, in a pass whose tokens would take `plain_rounds` of all rows.
     """
 
     began_s: float
@@ -49,6 +49,7 @@ class RoundRecord:
     cached_nodes: int = 0
     prompt_tokens: int = 0
     cached_in_chunks: int = 0
+    plain_rounds: float = 0.0
 
     @property
     def drafted(self) -> bool:
@@ -133,6 +134,7 @@ class EngineStats:
     prefilled_tokens: int = 0
     preemptions: int = 0
     cached: CachedCounts = dataclasses.field(default_factory=CachedCounts)
+    begun: CachedCounts = dataclasses.field(default_factory=CachedCounts)  # of early tokens
     drafted_by_source: np.ndarray = dataclasses.field(default_factory=_per_source)
     accepted_by_source: np.ndarray = dataclasses.field(default_factory=_per_source)
     rounds: collections.Counter[tuple[int, int, int]] = dataclasses.field(

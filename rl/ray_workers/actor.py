@@ -138,12 +138,14 @@ class WorkerActor:
             if rounds is None:
                 transfer_times.measure(*measured, path)
                 moves = path.read_text()
-            if reach.speculative:
+            if reach.speculative or reach.reuse:
                 path = Path(folder, "rounds.json")
                 if rounds:
                     path.write_text(rounds)
                 speculation.times = load_or_measure(path, *measured)
                 rounds = path.read_text()
+            if reach.speculative:
+                assert speculation.times is not None
                 separate = {MODEL: RemoteDrafts(print)} if settings.model_apart else None
                 args = settings.speculation, speculation.times, *measured[:3]
                 compile_buckets.compile_host_kernels(

@@ -28,7 +28,8 @@ class SpeculationConfig:
     draft model, see DraftModel). `budget` is `off`, `fixed:K`, `aimd`, `bandit` (see Tuner) or
     `goodput`. After `losing_steps` steps in a row with drafts that lost more than 1% of the
     rollout's time, a budget turns itself off for the rest of the run, or in the first epoch until
-    the second brings history; `fixed:K` and drafting workers only report it (0: never).
+    the second brings history; `fixed:K` and drafting workers only report it (0: never). `coupled`
+    reuse that loses so ends likewise, and `lenient` reports it.
 
     `window_tokens` are the first window of `aimd`, its growth after a round that accepted all of
     it, and the largest; `match_tokens` the longest and the shortest match of `histospec`. The

@@ -9,6 +9,7 @@ responses for the next epoch.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,9 +21,11 @@ from rl.engine.stats import EngineStats, cached_seconds
 from rl.speculation.config import MAX_SAMPLES, ReuseConfig
 from rl.trajectory import Origin, Prompt, Request, Trajectory
 from spec.config import SamplingConfig
+from spec.reuse.agreement import Agreement, RunMisses, agreement, miss_rate, miss_rates
 from spec.reuse.prefix_rule import PrefixRule, log, parse_mode, parse_schedule
 from spec.reuse.renewal import Renewal, renewed_name
 from spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache, Scores
+from spec.round_times import RunSeconds
 from spec.sampling import NOISE_NAMES, step_key
 
 COUPLED_STEP = 0  # of noise that repeats; training steps count from 1
@@ -31,7 +34,15 @@ COUPLED_STEP = 0  # of noise that repeats; training steps count from 1
 class Reuse:
     """Reuse in a run: makes requests from the cache, and adapts the lenience."""
 
-    def __init__(self, config: ReuseConfig, cache: RolloutCache, *, seed: int, greedy: bool):
+    def __init__(
+        self,
+        config: ReuseConfig,
+        cache: RolloutCache,
+        *,
+        seed: int,
+        greedy: bool,
+        seconds: RunSeconds | None = None,
+    ) -> None:
         self.mode, self._schedule = parse_mode(config.mode), parse_schedule(config.schedule)
         self._renewal = Renewal(config.fresh_share, config.renew_groups)
         self._max_age_steps = config.max_age_steps
@@ -40,14 +51,20 @@ class Reuse:
         self._problems: list[str] = []
         # the groups that requests of a step repeat; the cache may change before its responses come
         self._last: dict[int, dict[str, CachedGroup | None]] = {}
+        self._misses = RunMisses()
+        self._seconds = seconds or RunSeconds()  # of the run's steps so far
 
     def key(self, step: int) -> jax.Array:
         """Return the noise key of a step; with `coupled` all steps have the same."""
         return step_key(self._seed, COUPLED_STEP if self.mode.couples_noise else step)
 
     def rule(self, step: int) -> PrefixRule | None:
-        """Return the rule that decides how much of a cached response is kept; None: no reuse."""
-        if not self.mode.enabled:
+        """Return the rule that decides how much of a cached response is kept; None: no reuse.
+
+        There is none either if `coupled` has lost, which changes no token.
+        """
+        has_lost = self.mode.couples_noise and self._seconds.reuse_is_off
+        if not self.mode.enabled or has_lost:
             return None
         return PrefixRule(self.mode, self._at(step), self._seed, step, self._greedy)
 
@@ -113,7 +130,7 @@ class Reuse:
         group = self._group(key, prompt, self.mode.back) if self.mode.back else last
         if group is None:
             return {}
-        usable = {r.sample_index: r for r in group.responses if r.scores is not None}
+        usable = {r.sample_index: r for r in self._expected(group) if r.scores is not None}
         if len(usable) != size:
             self._problems.append(
                 f"{key!r} has {len(usable)} cached responses where {size} are asked for: the "
@@ -123,6 +140,19 @@ class Reuse:
             return usable
         oldest = step - 1 - self._max_age_steps
         return {i: r for i, r in usable.items() if _oldest_version(r) >= oldest}
+
+    def _expected(self, group: CachedGroup) -> Sequence[CachedResponse]:
+        """Return the group's responses with their expected miss rates."""
+        if not self.mode.couples_noise:
+            return group.responses
+        run_rate = self._misses.rate
+        known = {r.sample_index: r.agreement for r in group.responses if r.agreement is not None}
+        group_rate = miss_rate(list(known.values()), run_rate)
+        rates = miss_rates(known, run_rate)
+        return [
+            dataclasses.replace(r, miss_rate=rates.get(r.sample_index, group_rate))
+            for r in group.responses
+        ]
 
     def remember(
         self,
@@ -138,7 +168,14 @@ class Reuse:
             remember(cache, keys, trajectories, scored=False)
             return {}
         renewals = {key: self._renewal.renewals(group) for key, group in last.items()}
-        kept = remember(cache, keys, trajectories, scored=self.mode.enabled, renewals=renewals)
+        agreements = self._agreements(keys, trajectories, last)
+        self._misses.played([one for group in agreements.values() for one in group.values()])
+        kept = remember(
+            *(cache, keys, trajectories),
+            scored=self.mode.enabled,
+            renewals=renewals,
+            agreements=agreements,
+        )
         metrics = {"spec/renewed_groups": float(sum(map(self._renewal.is_due, kept.values())))}
         pairs = [
             (before.tokens, now.tokens)
@@ -149,6 +186,28 @@ class Reuse:
             repeated = sum(np.array_equal(before, now) for before, now in pairs)
             metrics["spec/repeated_fraction"] = repeated / len(pairs)
         return metrics | self._ages(trajectories, step)
+
+    def _agreements(
+        self,
+        keys: Sequence[str],
+        trajectories: Sequence[Trajectory],
+        last: Mapping[str, CachedGroup | None],
+    ) -> dict[str, dict[int, Agreement]]:
+        """Compare responses with last epoch's, by sample, if they have the same noise."""
+        found: dict[str, dict[int, Agreement]] = {}
+        if not (self.mode.enabled and self.mode.couples_noise):
+            return found
+        sizes = collections.Counter(keys[t.group_id] for t in trajectories)
+        for t in trajectories:
+            key = keys[t.group_id]
+            group, is_fresh = last[key], self._renewal.is_fresh(t.sample_index, sizes[key])
+            if group is None or is_fresh or self._renewal.is_due(group):
+                continue
+            before = {r.sample_index: r.tokens for r in group.responses}
+            if t.sample_index in before:
+                one = agreement(before[t.sample_index], t.response_ids)
+                found.setdefault(key, {})[t.sample_index] = one
+        return found
 
     def _ages(self, trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
         """Return the age of the kept tokens, in updates; tokens of `coupled` have none."""
@@ -193,10 +252,12 @@ class Reuse:
         return problems[: 3 if more else 4] + more
 
     def state(self) -> dict[str, Any]:
-        return {"log_lenience": self._log_lenience}
+        misses = [self._misses.different, self._misses.decided]
+        return {"log_lenience": self._log_lenience, "misses": misses}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._log_lenience = float(state["log_lenience"])
+        self._misses = RunMisses(*map(float, state["misses"]))
 
     def _at(self, step: int) -> float:
         return self._schedule.at(self.mode.lenience, self._log_lenience, step)
@@ -209,10 +270,12 @@ def remember(
     *,
     scored: bool,
     renewals: Mapping[str, int] | None = None,
+    agreements: Mapping[str, Mapping[int, Agreement]] | None = None,
 ) -> dict[str, CachedGroup]:
     """Keep a step's responses for the next epoch, and return them; group g answered `keys[g]`.
 
-    `renewals` of each prompt's noise before they were drawn; none: 0.
+    `renewals` of each prompt's noise before they were drawn; none: 0. `agreements` of samples with
+    the responses before them.
     """
     groups: dict[str, dict[int, Trajectory]] = {key: {} for key in keys}
     for t in trajectories:
@@ -221,7 +284,8 @@ def remember(
     for key, group in groups.items():
         if not group:
             continue
-        responses = [_cached(group[i], scored=scored) for i in sorted(group)]
+        before = {} if agreements is None else agreements.get(key, {})
+        responses = [_cached(group[i], before.get(i), scored=scored) for i in sorted(group)]
         prompt_ids = np.asarray(next(iter(group.values())).prompt_ids, np.int32)
         taught = len(group) == 1 or len({t.reward for t in group.values()} - {None}) > 1
         num_renewals = 0 if renewals is None else renewals[key]
@@ -230,9 +294,9 @@ def remember(
     return kept
 
 
-def _cached(t: Trajectory, *, scored: bool) -> CachedResponse:
+def _cached(t: Trajectory, before: Agreement | None, *, scored: bool) -> CachedResponse:
     scores = Scores(t.logprobs, t.emission_logprobs, t.policy_versions) if scored else None
-    return CachedResponse(t.sample_index, t.response_ids, t.reward or 0.0, scores)
+    return CachedResponse(t.sample_index, t.response_ids, t.reward or 0.0, scores, before)
 
 
 def _same_samples(

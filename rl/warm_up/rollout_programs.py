@@ -26,13 +26,27 @@ from spec.draft_cache.drafting import draft_rounds
 from spec.drafter import no_drafts
 from spec.nodes import NOT_GIVEN, pack
 from spec.sampling import step_key
-from spec.verify import chunks_alone, decode_beside_chunks, decode_rounds, settle, verify_round
+from spec.verify import (
+    chunks_alone,
+    chunks_beside_roots,
+    decode_beside_chunks,
+    decode_rounds,
+    settle,
+    verify_round,
+)
 
 NodeSizes = Callable[[int], Collection[int]]  # of trees, by slots
 Decisions = Callable[[int], Collection[DraftDecision]]  # by slots
 Arguments = tuple[tuple, dict[str, Any]]
 # Steps that run the whole policy, those that compile longest first.
-WHOLE_MODEL = (draft_rounds, verify_round, decode_beside_chunks, chunks_alone, decode_rounds)
+WHOLE_MODEL = (
+    draft_rounds,
+    verify_round,
+    chunks_beside_roots,
+    decode_beside_chunks,
+    chunks_alone,
+    decode_rounds,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,16 +149,20 @@ class Pool:
             if B not in self.first_slots:
                 continue
             yield Program(decode_beside_chunks, partial(self.prompt_arguments, B, S), S)
-            drawing = engine.drawing_chunks(B) if reuse else []
-            for T in drawing:
+            prompts = engine.config.prefill_rows, engine.chunk_tokens
+            alone, beside = engine.drawing_chunks(B), engine.beside_chunks
+            drawing = {(T, engine.drawing_tokens) for T in (*alone, *beside)} if reuse else set()
+            for T in alone if reuse else ():
                 yield Program(chunks_alone, partial(self._chunks_alone, B, S, T), S)
+            for T in beside if reuse else ():
+                yield Program(chunks_beside_roots, partial(self._chunks_beside, B, S, T), S)
             if self.reach.speculative or reuse:
                 # a rule also decides on tokens if there is no draft token
                 beside = engine.config.sizes_beside_prompts(B)
                 for M in (B, *beside) if reuse else beside:
                     yield Program(verify_round, partial(self._verify, B, M, S, chunks=True), S)
-            for T in {engine.config.prefill_rows, *drawing}:
-                yield Program(cache_ops.write_chunks, partial(self._write_chunks, B, S, T), S)
+            for T, C in {prompts, *drawing}:
+                yield Program(cache_ops.write_chunks, partial(self._write_chunks, B, S, T, C), S)
 
     def trees(self) -> Iterator[Program]:
         """Yield the rounds with draft tokens, or with tokens of cached responses."""
@@ -190,8 +208,8 @@ class Pool:
         """Return weights, cache, pending entries, slots and end tokens of rounds."""
         return self.params, self.engine.empty_cache(B, S), *self.at_rest(B)
 
-    def _no_chunks(self, T: int) -> Any:
-        return self.engine.argument(self.engine.no_chunks(T))
+    def _no_chunks(self, T: int, C: int | None = None) -> Any:
+        return self.engine.argument(self.engine.no_chunks(T, C))
 
     def decode_arguments(self, B: int, S: int) -> Arguments:
         """Return the arguments of `decode_rounds` for slots at rest."""
@@ -205,13 +223,22 @@ class Pool:
 
     def _chunks_alone(self, B: int, S: int, T: int) -> Arguments:
         params, cache, _, slots, _ = self._at_rest(B, S)
-        inputs_2X = np.full((2, T * self.engine.chunk_tokens), NOT_GIVEN, np.int32)
-        tables = self._no_chunks(T), self.engine.argument(inputs_2X)
-        return (params, cache, slots, *tables), self.engine.prompt_options(self.sampling.scheme)
+        options = self.engine.prompt_options(self.sampling.scheme)
+        return (params, cache, slots, *self._drawing(T)), options
 
-    def _write_chunks(self, B: int, S: int, T: int) -> Arguments:
+    def _chunks_beside(self, B: int, S: int, T: int) -> Arguments:
+        options = self.engine.prompt_options(self.sampling.scheme)
+        return (*self._at_rest(B, S), *self._drawing(T)), options
+
+    def _drawing(self, T: int) -> tuple[Any, Any]:
+        """Return tables of chunks that draw, and of the tokens given to a rule."""
+        C = self.engine.drawing_tokens
+        inputs_2X = np.full((2, T * C), NOT_GIVEN, np.int32)
+        return self._no_chunks(T, C), self.engine.argument(inputs_2X)
+
+    def _write_chunks(self, B: int, S: int, T: int, C: int) -> Arguments:
         engine = self.engine
-        return (engine.empty_cache(B, S), engine.empty_entries(T), self._no_chunks(T)), {}
+        return (engine.empty_cache(B, S), engine.empty_entries(T, C), self._no_chunks(T, C)), {}
 
     def _settle(self, B: int, S: int) -> Arguments:
         return (self.engine.empty_cache(B, S), self.engine.empty_pending(B)), {}

@@ -11,6 +11,7 @@ import statistics
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from rl.engine.ending import NO_TOKEN, padded_ids
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import CachedStates, DrafterContext, RolloutSpec
 from rl.engine.slot_table import SlotTable
+from rl.engine.stats import EngineStats, host_seconds
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters, DeviceDrafterSource
 from rl.trajectory import PartialRequest, Request
 from rl.warm_up.measured_run import read_rounds, rounds_of_first, write_rounds
@@ -34,13 +36,14 @@ from spec.config import SamplingConfig
 from spec.nodes import NOT_GIVEN, by_slot, pack, unpack_draws
 from spec.retrieval.group import GroupDrafter
 from spec.retrieval.suffix_drafter import NgramDrafter
+from spec.reuse.chunk_price import Pass
 from spec.round_times import RoundTimes, monotone
 from spec.sampling import step_key
-from spec.verify import Slots, chunks_alone, decode_rounds, verify_round
+from spec.verify import Slots, chunks_alone, chunks_beside_roots, decode_rounds, verify_round
 
 REPEATS = 7
+FETCHES = 4  # of a rollout that times the host
 MIN_SECONDS = 1e-9
-CHUNKS = 0  # in place of a number of nodes
 
 
 def load_or_measure(
@@ -121,8 +124,9 @@ def measure(
     All slots are busy and half of the positions live. Plain rounds are timed as the engine runs
     them, several to a fetch; rounds with draft tokens include drafting (siblings and own text) and
     committing. Drafts of `drafters` are timed at one token and at full depth; with `draws`, passes
-    that draw in chunks, at the slots that rollouts start with. Numbers of nodes take turns, so that
-    a slow machine slows all of them alike. More nodes never take less time.
+    that draw in chunks, as the engine makes them, and the host in a fetch, at the slots that
+    rollouts start with. Sizes take turns, so that a slow machine slows all of them alike. More
+    nodes never take less time.
     """
     spec = RolloutSpec(params, sampling, step_key(0, 0))
     nodes_of: dict[tuple[int, int], list[int]] = {}
@@ -131,23 +135,30 @@ def measure(
     seconds: dict[tuple[int, int, int], float] = {}
     draft_seconds: dict[str, dict[tuple[int, int, int], float]] = {}
     chunk_seconds: dict[tuple[int, int, int], float] = {}
+    beside_seconds: dict[tuple[int, int, int], float] = {}
+    fetch_seconds: dict[tuple[int, int, int], float] = {}
     with engine.mesh_context():
         for (B, S), sizes in nodes_of.items():
             rounds = None  # free its cache before the next one is made
             rounds = _Rounds(engine, spec, B, S)
-            in_chunks = [CHUNKS] if draws and B in engine.first_slots else []
+            in_chunks = _passes(engine, B) if draws and B in engine.first_slots else []
             with _decoding(beside, spec, B, S):
-                tries = [(M, rounds.seconds(M)) for M in [*sizes, *in_chunks] * (REPEATS + 1)]
+                turns: list[int | Pass] = [*sizes, *in_chunks]
+                tries = [(M, rounds.seconds(M)) for M in turns * (REPEATS + 1)]
                 drafts = {name: rounds.draft_seconds(d) for name, d in drafters.items()}
-            medians = _medians(tries)
-            if in_chunks:
-                X = engine.drawing_chunks(B)[-1] * engine.chunk_tokens
-                chunk_seconds[B, X, S] = medians.pop(CHUNKS)
+            medians: dict[Any, float] = _medians(tries)
+            for one in in_chunks:
+                table = beside_seconds if one.is_beside else chunk_seconds
+                table[B, one.num_chunks * engine.drawing_tokens, S] = medians.pop(one)
             seconds |= {(B, M, S): taken_s for M, taken_s in medians.items()}
             for name, results in drafts.items():
                 times = {(B, depth, S): taken_s for depth, taken_s in results.items()}
                 draft_seconds.setdefault(name, {}).update(times)
-    own = RoundTimes(monotone(seconds), draft_seconds, chunk_seconds)
+    for B in {B for B, *_ in chunk_seconds}:
+        [S, *_] = engine.round_positions(B)
+        fetch_seconds[B, 1, S] = _fetch_seconds(engine, spec, B, S)
+    apart = draft_seconds, chunk_seconds, beside_seconds, fetch_seconds
+    own = RoundTimes(monotone(seconds), *apart)
     return rounds_of_first(own, processes) or own
 
 
@@ -175,9 +186,27 @@ def _decoding(
             end.result()
 
 
-def _medians(tries: Sequence[tuple[int, float]]) -> dict[int, float]:
+def _passes(engine: Engine, num_slots: int) -> list[Pass]:
+    """Return the passes of chunks that draw, alone and with a round."""
+    alone = [Pass(T, is_beside=False) for T in engine.drawing_chunks(num_slots)]
+    return [*alone, *(Pass(T, is_beside=True) for T in engine.beside_chunks)]
+
+
+def _fetch_seconds(engine: Engine, spec: RolloutSpec, num_slots: int, num_positions: int) -> float:
+    """Return the host's median seconds in a fetch of a plain rollout in all slots."""
+    limit = min(FETCHES * engine.config.rounds_per_fetch, num_positions - 1)
+    requests = [Request(b, (0,), b, 0, max_new_tokens=limit) for b in range(num_slots)]
+    sampling = dataclasses.replace(spec.sampling, stop=())
+    engine.run(dataclasses.replace(spec, sampling=sampling), requests)
+    rounds, engine.stats = engine.stats.timeline, EngineStats()
+    engine.free()
+    seconds = [r.ready_s - r.began_s + host_seconds([r]) for r in rounds]
+    return max(float(statistics.median(seconds)), MIN_SECONDS)
+
+
+def _medians(tries: Sequence[tuple[Any, float]]) -> dict[Any, float]:
     """Return the median seconds of each size without its first try, always positive."""
-    by_size: dict[int, list[float]] = {}
+    by_size: dict[Any, list[float]] = {}
     for size, taken_s in tries:
         by_size.setdefault(size, []).append(taken_s)
     return {n: max(float(statistics.median(s[1:])), MIN_SECONDS) for n, s in by_size.items()}
@@ -201,13 +230,13 @@ class _Rounds:
         rng, shape = np.random.default_rng(0), self._table.tokens_BL.shape
         self._table.tokens_BL[:] = rng.integers(0, letters, shape)
 
-    def seconds(self, num_nodes: int) -> float:
-        """Time a round with draft tokens, one of a fetch of plain rounds, or a pass of `CHUNKS`."""
+    def seconds(self, num_nodes: int | Pass) -> float:
+        """Time a round with draft tokens, one of a fetch of plain rounds, or a pass of chunks."""
         slots, rounds = self._busy_slots(), 1
         jax.block_until_ready((self._cache, slots))
         start_s = self._engine.clock()
-        if num_nodes == CHUNKS:
-            self._round_in_chunks(slots)
+        if isinstance(num_nodes, Pass):
+            self._pass(slots, num_nodes)
         elif num_nodes > len(self._table):
             self._drafted_round(slots, num_nodes)
         else:
@@ -254,19 +283,34 @@ class _Rounds:
         one_B = np.zeros_like(count_B) if full else np.ones_like(count_B)
         table.commit(emitted_BN, logprobs_BN, one_B, count_B > 1, reused_B)
 
-    def _round_in_chunks(self, slots: Slots) -> None:
+    def _pass(self, slots: Slots, one: Pass) -> None:
         engine, B = self._engine, len(self._table)
-        T, start = engine.drawing_chunks(B)[-1], self._cache.num_positions // 2
-        chunks_TX = engine.no_chunks(T)
-        chunks_TX[:, :2] = np.stack([np.arange(T) % B, np.full(T, start)], axis=1)
-        chunks = engine.argument(chunks_TX)
-        inputs_2X = np.full((2, chunks_TX[:, 2:].size), NOT_GIVEN, np.int32)
-        results, entries = chunks_alone(
-            *(self._spec.params, self._cache, slots, chunks, engine.argument(inputs_2X)),
-            **engine.prompt_options(self._spec.sampling.scheme),
-        )
-        self._cache = cache_ops.write_chunks(self._cache, entries, chunks)
-        unpack_draws(results)
+        options = engine.prompt_options(self._spec.sampling.scheme)
+        if one.is_beside:
+            chunks, given = self._chunks(one.num_chunks)
+            state = self._cache, self._pending, slots, self._stop_E
+            self._cache, self._pending, _, results, entries = chunks_beside_roots(
+                self._spec.params, *state, chunks, given, **options
+            )
+            passes, calls = [chunks], [(results, entries)]
+        else:
+            tables = [self._chunks(T) for T in engine.parts_of_pass(one.num_chunks, B)]
+            given = self._spec.params, self._cache, slots
+            calls = engine.at_once([partial(chunks_alone, *given, *t, **options) for t in tables])
+            passes = [chunks for chunks, _ in tables]
+        for chunks, (_, entries) in zip(passes, calls, strict=True):
+            self._cache = cache_ops.write_chunks(self._cache, entries, chunks)
+        for results, _ in calls:
+            unpack_draws(results)
+
+    def _chunks(self, T: int) -> tuple[Any, Any]:
+        """Return tables of chunks in the middle of rows, and of the tokens given to a rule."""
+        engine, C = self._engine, self._engine.drawing_tokens
+        chunks_TX = engine.no_chunks(T, C)
+        chunks_TX[:, 0] = np.arange(T) % len(self._table)
+        chunks_TX[:, 1] = self._cache.num_positions // 2
+        given_2X = np.full((2, T * C), NOT_GIVEN, np.int32)
+        return engine.argument(chunks_TX), engine.argument(given_2X)
 
     def _plain_rounds(self, slots: Slots, rounds: int) -> None:
         state = self._spec.params, self._cache, self._pending, slots, self._stop_E
@@ -305,6 +349,7 @@ def _valid_for(
         "dtype": str(engine.dtype),
         "rounds_per_fetch": engine.config.rounds_per_fetch,
         "chunks": [engine.config.prefill_rows, engine.chunk_tokens, reach.reuse],
+        "drawing": engine.drawing_tokens,
         "drafters": {name: d.made_for for name, d in reach.drafters.items()},
         "buckets": [list(bucket) for bucket in buckets],
     }

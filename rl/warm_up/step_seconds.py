@@ -15,7 +15,9 @@ from models.folder import Folder
 from rl.cluster.processes import ALONE, Processes
 from rl.engine.stats import RoundRecord, seconds_saved
 from rl.runtime.run_files import SECONDS_FILE
+from rl.speculation.reuse_seconds import NO_REUSE, reuse_loss_text, reuse_saved_s
 from spec.budget.goodput import DEVICE_SOURCES
+from spec.reuse.prefix_rule import ReuseMode
 from spec.round_times import Bucket, RoundTimes, RunSeconds, StepSeconds
 
 if TYPE_CHECKING:  # which loads the engine
@@ -31,13 +33,15 @@ def step_seconds(
 ) -> StepSeconds:
     """Return the seconds of a step's rounds, and the seconds that its drafts saved at its pace.
 
-    Budgets decided by `times`. Tokens of reuse are left out of the savings.
+    Budgets decided by `times`. Tokens of reuse have separate savings.
     """
+    own_pace = at_its_pace(rounds, times)
     return StepSeconds(
         sum(r.ended_s - r.began_s for r in rounds),
-        seconds_saved([r for r in rounds if not r.cached_nodes], at_its_pace(rounds, times)),
+        seconds_saved([r for r in rounds if not r.cached_nodes], own_pace),
         _by_bucket(rounds, times),
         has_history,
+        reuse_saved_s(rounds, own_pace),
     )
 
 
@@ -51,13 +55,14 @@ def at_its_pace(rounds: Sequence[RoundRecord], times: RoundTimes) -> RoundTimes:
 def _by_bucket(rounds: Sequence[RoundRecord], times: RoundTimes) -> dict[Bucket, tuple[int, float]]:
     """Return how many rounds there were of each bucket, and their median seconds.
 
-    Rounds with chunks of prompts, and those that draft on the device, are of no bucket.
+    Rounds with chunks, and those that draft on the device, are of no bucket.
     """
     is_apart = any(map(times.draft_depths, DEVICE_SOURCES))
     fetches: dict[Bucket, list[tuple[int, float]]] = {}
     for r in rounds:
         count = int(r.rounds_A.max(initial=0))
-        if r.prompt_tokens or not count or (r.drafted and count > 1):
+        has_chunks = r.prompt_tokens or r.cached_in_chunks
+        if has_chunks or not count or (r.drafted and count > 1):
             continue
         start_s = r.ready_s if r.drafted and not is_apart else r.drafted_s
         bucket = r.num_slots, r.num_nodes, r.num_positions
@@ -106,14 +111,19 @@ def after_step(
     step: int,
     rounds: Sequence[RoundRecord],
     say: Callable[[str], object],
+    mode: ReuseMode = NO_REUSE,
 ) -> dict[str, float]:
-    """Add the seconds of a step's rounds; report if drafts lose. Returns the step's metric."""
-    if not speculation.config.enabled:
+    """Add the seconds of a step's rounds; report if drafts or reuse lose.
+
+    Returns the step's metric. `mode` is the run's reuse.
+    """
+    is_enabled = speculation.config.enabled
+    if not is_enabled and not mode.enabled:
         return {}
-    metric = {"spec/turned_off": float(speculation.is_off)}
+    metric = {"spec/turned_off": float(speculation.is_off)} if is_enabled else {}
     seconds, times = speculation.seconds, speculation.times_now
     has_history = speculation.has_history
-    lost_before = seconds.is_off(has_history)
+    lost_before, reuse_lost_before = seconds.is_off(has_history), seconds.reuse_is_off
 
     def measure() -> StepSeconds:
         if times is None:
@@ -129,6 +139,8 @@ def after_step(
             f"{loss_text(seconds, has_history)} in the last {steps} steps: they are {end} "
             "(Speculation.losing_steps)"
         )
+    if seconds.reuse_is_off and not reuse_lost_before:
+        say(f"{reuse_loss_text(seconds.lost_reuse, mode)} (Speculation.losing_steps)")
     return metric
 
 
@@ -154,6 +166,7 @@ def _line(step: int, seconds: StepSeconds) -> bytes:
         "step": step,
         "rollout_s": seconds.rollout_s,
         "saved_s": seconds.saved_s,
+        "reuse_saved_s": seconds.reuse_saved_s,
         "has_history": seconds.has_history,
         "rounds": [[*bucket, *both] for bucket, both in seconds.rounds.items()],
     }
@@ -176,8 +189,14 @@ def _step(line: bytes) -> tuple[int, StepSeconds]:
     for *bucket, count, mean_s in row["rounds"]:
         slots, nodes, positions = map(_count, bucket)
         rounds[slots, nodes, positions] = _count(count), _seconds(mean_s, 0.0)
-    totals = _seconds(row["rollout_s"], 0.0), _seconds(row["saved_s"], -MAX_SECONDS)
-    return _count(row["step"]), StepSeconds(*totals, rounds, _bool(row["has_history"]))
+    step = StepSeconds(
+        rollout_s=_seconds(row["rollout_s"], 0.0),
+        saved_s=_seconds(row["saved_s"], -MAX_SECONDS),
+        rounds=rounds,
+        has_history=_bool(row["has_history"]),
+        reuse_saved_s=_seconds(row["reuse_saved_s"], -MAX_SECONDS),
+    )
+    return _count(row["step"]), step
 
 
 def _count(value: Any) -> int:

@@ -26,6 +26,7 @@ from rl.trajectory import Request, Trajectory
 from rl.workers.messages import Returned
 from rl.workers.multi_engine import MultiEngine, collected
 from sched.policies.steps import Ahead
+from spec.reuse.agreement import Agreement, RunMisses
 from spec.reuse.prefix_rule import PrefixRule
 from spec.sampling import NOISE_NAMES
 
@@ -80,6 +81,7 @@ class AheadEngine(MultiEngine):
         self._begun_parts: list[WorkerPart] = []
         self._begun_place: int | None = None
         self._begun = Prefetched()
+        self._misses = RunMisses()  # of early tokens
         self._open = set[int]()  # numbers of early requests not returned yet
         with self._session.aborted_at_end():
             yield self
@@ -97,7 +99,8 @@ class AheadEngine(MultiEngine):
         `spec.params` stay in use until the next rollout starts.
         """
         self.check(spec, requests)
-        self._spec = spec = dataclasses.replace(spec, begun=True)
+        rate = self._misses.rate
+        self._spec = spec = dataclasses.replace(spec, begun=True, begun_miss_rate=rate)
         self._place = place = self._place + 2
         oldest = place if self._begun_place is None else self._begun_place
         self._session.submit(place, spec, requests, oldest=oldest)
@@ -107,6 +110,8 @@ class AheadEngine(MultiEngine):
             return collected(requests, self._next, emitted, on_finish, on_round)
         finally:
             self.stats = self._session.stats(place)
+            begun = self.stats.begun
+            self._misses.played([Agreement(begun.kept_tokens, begun.decided_tokens)])
             self.stats.events = self._session.new_events()
             self.stats.pool = self._session.new_pool_counts()
             self.stats.parts, self._begun_parts = [*self._begun_parts, *self.stats.parts], []

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from models.folder import Folder
+from spec.reuse.agreement import FIRST_RATE, Agreement
 
 MAGIC = b"RPR1"
 _HEADER = 12  # magic, CRC-32 of what follows, length of the JSON
@@ -50,12 +51,18 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CachedResponse:
-    """One response (int32 tokens), its reward, and its scores if reuse is on."""
+    """One response (int32 tokens), its reward, and its scores if reuse is on.
+
+    When noise repeats, `agreement` compares it with the response before it. `miss_rate` is the
+    expected share of its tokens that differ (`spec.reuse.agreement`), which is not stored.
+    """
 
     sample_index: int
     tokens: np.ndarray
     reward: float
     scores: Scores | None = None
+    agreement: Agreement | None = None
+    miss_rate: float = FIRST_RATE
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,6 +101,7 @@ def encode(key: str, group: CachedGroup, policy: str = "") -> bytes:
         "samples": [r.sample_index for r in responses],
         "lengths": [len(r.tokens) for r in responses],
         "rewards": [r.reward for r in responses],
+        "agreements": [r.agreement for r in responses],
         "scored": bool(scores),
         "taught": group.taught,
         "renewals": group.renewals,
@@ -141,7 +149,8 @@ def decode(blob: bytes, key: str, policy: str = "", vocab_size: int = 2**31) -> 
             Scores(new.view(np.float32), old.view(np.float32), versions)
             for versions, new, old in zip(*scored, strict=True)
         ]
-    rows = zip(header.samples, tokens, header.rewards, scores, strict=bool(header.lengths))
+    fields = header.samples, tokens, header.rewards, scores, header.agreements
+    rows = zip(*fields, strict=bool(header.lengths))
     responses = tuple(CachedResponse(*row) for row in rows)
     return CachedGroup(prompt_ids, responses, header.taught, header.renewals)
 
@@ -153,6 +162,7 @@ class _Header:
     samples: list[int]
     lengths: list[int]
     rewards: list[float]
+    agreements: list[Agreement | None]
     scored: bool
     taught: bool
     renewals: int
@@ -171,11 +181,24 @@ class _Header:
             raise ValueError("expected rewards")
         if not len(header.samples) == len(header.lengths) == len(header.rewards):
             raise ValueError("expected as many rewards as responses")
+        if len(header.agreements) != len(header.samples):
+            raise ValueError("expected as many agreements as responses")
+        agreements = [_agreement(row) for row in header.agreements]
+        header = dataclasses.replace(header, agreements=agreements)
         if len(set(header.samples)) != len(header.samples):
             raise ValueError("expected every sample once")
         if type(header.scored) is not bool or type(header.taught) is not bool:
             raise ValueError("expected true or false")
         return header
+
+
+def _agreement(row: Any) -> Agreement | None:
+    if row is None:
+        return None
+    kept, decided = row
+    if type(kept) is not int or type(decided) is not int or not 0 <= kept <= decided <= kept + 1:
+        raise ValueError("expected kept tokens, and at most one more that was decided on")
+    return Agreement(kept, decided)
 
 
 def _inflated(packed: bytes, min_numbers: int) -> np.ndarray:

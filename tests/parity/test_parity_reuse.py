@@ -1,5 +1,6 @@
 """Prefixes of cached responses: what stands is what the rule says, the rest is plain decoding."""
 
+import collections
 import dataclasses
 import functools
 
@@ -22,7 +23,10 @@ from test_parity_speculation import TIMES, make
 
 from models import transformer
 from rl.engine import cached_prefixes
+from rl.engine.cached_prefixes import CachedPrefixes
 from rl.engine.engine import Engine
+from rl.engine.rounds import Rounds
+from rl.engine.slot_table import SlotTable
 from rl.trajectory import FinishReason, Origin
 from spec.budget.budget import SeeingBudget
 from spec.budget.goodput import make_budget
@@ -40,6 +44,21 @@ OLD_LOGPROB = -2.5
 # by the first, which has no seconds of chunks, cached tokens are nodes; else they are in chunks
 NODES = RoundTimes({(b, 2 * b, s): 1.0 for b in (1, 2, 4, 8) for s in (32, 64)})
 WAYS = {"nodes": NODES, "chunks": None}
+PLAIN_ROUNDS = {(8, 8, 64): 1.0, (4, 4, 64): 0.7}
+
+
+def priced(alone_s, beside_s):
+    """Seconds by which passes of so many chunks of eight tokens are priced, in rounds of 1 s."""
+    alone = {(8, 8 * n, 64): s for n, s in alone_s.items()}
+    return RoundTimes(PLAIN_ROUNDS, None, alone, {(8, 8 * n, 64): s for n, s in beside_s.items()})
+
+
+PRICED = {
+    "always": priced({4: 1e-3, 8: 1e-3}, {1: 1e-3, 4: 1e-3}),
+    "never": priced({4: 1e3, 8: 1e3}, {1: 1e3, 4: 1e3}),
+    "full passes alone": priced({4: 1e3, 8: 2.2}, {1: 1e3, 4: 1e3}),
+    "few rows beside": priced({4: 1e3, 8: 5.0}, {1: 1.6, 4: 2.5}),
+}
 both_ways = pytest.mark.parametrize("times", WAYS.values(), ids=WAYS)
 
 
@@ -157,6 +176,78 @@ def test_coupled_accepts_what_it_draws_itself(
         assert reusing.stats.accepted_tokens == 0 and in_chunks == decided
     assert all((t.policy_versions == 0).all() for t in got)
     assert all(np.array_equal(t.logprobs, t.emission_logprobs) for t in got)
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["cached", "begun"])
+@pytest.mark.parametrize("decision", PRICED)
+def test_tokens_do_not_depend_on_what_is_verified_in_chunks(
+    golden, rollout, requests, reusing, monkeypatch, decision, begun
+):
+    """All passes, none, and some: the same tokens, and the same counts of what stands."""
+    want, seen = golden("plain"), collections.Counter()
+    given = with_cached(requests, lambda r: changed(want, r))
+    agreeing = sum(agreement(usable(r, r.cached.tokens), want[r.request_id]) for r in given)
+    for way in ("alone", "beside"):
+        calls = getattr(Rounds, f"_chunks_{way}")
+        noted = functools.partialmethod(_noted, calls, seen, way)
+        monkeypatch.setattr(Rounds, f"_chunks_{way}", noted)
+    options = {"rule": rule("coupled")}
+    if begun:
+        early = [dataclasses.replace(r, begun=tuple(r.cached.tokens.tolist())) for r in given]
+        given = [dataclasses.replace(r, cached=None) for r in early]
+        options = {"begun": True}
+    drafter = make("all", want, requests)
+    for drafts in ({}, {"drafter": drafter, "budget": make_budget("goodput", TIMES)}):
+        got = rollout("plain", given, times=PRICED[decision], **drafts, **options)
+        assert not differences(want, got)
+        stats = reusing.stats
+        counts = stats.begun if begun else stats.cached
+        assert counts.kept_tokens == agreeing
+        seen["chunks"] += sum(r.cached_in_chunks for r in stats.timeline)
+        seen["decided"] += counts.decided_tokens
+    if decision == "always":
+        # rows that are left out of a pass decode a token meanwhile
+        assert 0.9 * seen["decided"] < seen["chunks"] <= seen["decided"]
+        assert seen["alone"] and seen["beside"]
+    elif decision == "never":
+        assert not seen["chunks"]
+    else:
+        assert 0 < seen["chunks"] < seen["decided"]
+
+
+def keeps_what_it_looked_ahead(table, row):
+    """A row that decodes instead goes on behind its cached tokens, which nobody has drawn."""
+    table.total_tokens_B[row] = table.known_tokens_B[row] + 1
+    table.missing_tokens_B[row] = 0
+    table.cached.watch(row)
+
+
+def stands_behind_a_difference(cached, chunks_TX, drawn_X, kind_X, *rows):
+    return kind_X
+
+
+@pytest.mark.parametrize(
+    ("decision", "owner", "name", "fault"),
+    [
+        ("never", SlotTable, "decode_instead", keeps_what_it_looked_ahead),
+        ("always", CachedPrefixes, "stand", stands_behind_a_difference),
+    ],
+    ids=["rows that decode instead", "passes"],
+)
+def test_planted_faults_of_priced_passes_are_found(
+    golden, rollout, requests, monkeypatch, decision, owner, name, fault
+):
+    want = golden("plain")
+    given = with_cached(requests, lambda r: changed(want, r))
+    monkeypatch.setattr(owner, name, fault)
+    with pytest.raises(AssertionError):  # of the engine itself, or here
+        got = rollout("plain", given, rule=rule("coupled"), times=PRICED[decision])
+        assert not differences(want, got)
+
+
+def _noted(rounds, calls, seen, way, rows):
+    seen[way] += 1
+    return calls(rounds, rows)
 
 
 @pytest.mark.parametrize("name", ["plain", "cool", "greedy"])

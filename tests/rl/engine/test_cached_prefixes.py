@@ -1,5 +1,7 @@
 """Cached responses of rows: their chains, the given tokens, and where they end."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -11,8 +13,10 @@ from rl.trajectory import Origin, PartialRequest, Request
 from spec.config import SamplingConfig
 from spec.drafter import Source, no_drafts
 from spec.nodes import DRAWN, KEPT, NOT_GIVEN, by_slot, pack
+from spec.reuse.chunk_price import ChunkPrice
 from spec.reuse.prefix_rule import PrefixRule, log, parse_mode
 from spec.reuse.rollout_cache import CachedResponse, Scores
+from spec.round_times import RoundTimes
 
 PROMPT, TOKENS, STOP = (1, 2), [5, 6, 7, 8, 9], 9
 
@@ -24,14 +28,15 @@ def request(request_id, tokens=TOKENS, **fields):
     return Request(request_id, PROMPT, cached=cached, **fields)
 
 
-def table_of(mode, requests, num_slots=4, *, in_chunks=False):
+def table_of(mode, requests, num_slots=4, *, in_chunks=False, **options):
     """A table of these requests, and its cached responses, of which a mode says what is kept.
 
     Without a mode only what was begun is reused. In chunks nothing is computed yet.
     """
     endings = Endings(SamplingConfig(max_new_tokens=8), (STOP,))
     rule = mode and PrefixRule(parse_mode(mode), log(parse_mode(mode).lenience), 0, 1)
-    cached = CachedPrefixes(rule, endings, CachedCounts(), num_slots, 10, in_chunks=in_chunks)
+    options |= {"in_chunks": in_chunks}
+    cached = CachedPrefixes(rule, endings, CachedCounts(), num_slots, 10, **options)
     table = SlotTable(num_slots, 11, endings, cached)
     for row, r in enumerate(requests):
         table.enter(row, PartialRequest(r), 0 if in_chunks else None)
@@ -170,3 +175,78 @@ def test_in_chunks_what_was_begun_goes_on_behind_what_a_rule_keeps():
     assert drawn_in_chunks(table, chunks_TX, [5, 4, 7], kept=[0]) == [2, 0]
     assert cached.goes_on(np.array([0]))[0] and table.missing_tokens_B[0] == 2
     assert table.tokens_BL[0, 2:6].tolist() == [5, 4, 3, 3]
+
+
+PRICE = ChunkPrice(RoundTimes({}), 4)
+
+
+def test_a_row_that_decodes_instead_joins_and_its_chain_is_only_compared():
+    table, cached = table_of("coupled", [request(0), request(1)], 2, in_chunks=True)
+    table.filled(0, 1)
+    table.filled(1, 1)
+    assert table.verifies_B.all() and table.missing_tokens_B.tolist() == [5, 5]
+    table.decode_instead(0)
+    assert table.live_B.tolist() == [True, False] and table.verifies_B.tolist() == [False, True]
+    assert table.known_tokens_B.tolist() == [1, 6]
+    assert not cached.goes_on(np.array([0]))[0] and not chains(table).count_A.any()
+    commit(table, {0: [5, 6]})
+    assert not table.missing_tokens_B[0], "it does not look ahead"
+    commit(table, {0: [7, 4]})
+    assert (cached.counts.kept_tokens, cached.counts.tokens, cached.counts.whole) == (3, 5, 0)
+    assert table.so_far(0, 0).prefix.reused_tokens == 3
+
+
+def test_a_row_that_decodes_instead_lacks_what_it_lacked_of_its_prompt():
+    table, _ = table_of("coupled", [request(0)], 1, in_chunks=True)
+    assert table.missing_tokens_B[0] == 6
+    table.decode_instead(0)
+    assert table.missing_tokens_B[0] == 1 and not table.live_B[0]
+    table.filled(0, 1)
+    assert table.live_B[0]
+
+
+def test_where_a_rule_decides_no_row_decodes_instead():
+    table, _ = table_of("lenient:1", [request(0)], 1, in_chunks=True)
+    with pytest.raises(AssertionError, match="a rule has to decide"):
+        table.decode_instead(0)
+
+
+def test_what_chunks_bring_follows_from_rates_that_the_rollout_corrects():
+    early = Request(2, PROMPT, begun=(5, 6, 7))
+    often = request(1)
+    often = dataclasses.replace(often, cached=dataclasses.replace(often.cached, miss_rate=0.5))
+    table, cached = table_of(
+        "coupled",
+        [request(0), often, early],
+        in_chunks=True,
+        price=PRICE,
+        begun_miss_rate=0.2,
+    )
+    for row in range(3):
+        table.decode_instead(row)
+
+    def expected():
+        return cached.expected_tokens([0, 1, 2], table.emitted_B, table.limit_B).tolist()
+
+    of_first = 1 + 0.9 + 0.9**2 + 0.9**3  # chunks have four tokens
+    assert expected() == pytest.approx([of_first, 1 + 0.5 + 0.25 + 0.125, 1 + 0.8 + 0.64], 1e-4)
+    commit(table, {0: [5, 6], 1: [4], 2: [5]})
+    # of cached responses 1 of 0.1 + 0.1 + 0.5 expected misses, of early tokens 0 of 0.2
+    rates = [0.1 * (1 + 2) / (0.7 + 2), 0.2 * 2 / (0.2 + 2)]
+    assert expected() == pytest.approx(
+        [1 + (1 - rates[0]) + (1 - rates[0]) ** 2, 0, 1 + 1 - rates[1]], 1e-4
+    )
+
+
+def test_a_row_that_decodes_verifies_the_rest_of_its_chain_again():
+    table, cached = table_of("coupled", [request(0), request(1)], 2, in_chunks=True)
+    for row in (0, 1):
+        table.filled(row, 1)
+        table.decode_instead(row)
+    commit(table, {0: [5, 6], 1: [5, 6]})
+    table.verify_again(0)
+    assert table.live_B.tolist() == [False, True] and table.verifies_B.tolist() == [True, False]
+    assert table.tokens_BL[0, 2:7].tolist() == TOKENS and table.missing_tokens_B[0] == 3
+    chunks_TX = np.array([[0, 3, 6, 7, 8]], np.int32)
+    assert drawn_in_chunks(table, chunks_TX, [7, 8, 9]) == [3, 0]
+    assert not cached.goes_on(np.array([0]))[0] and table.ended_rows() == [0]

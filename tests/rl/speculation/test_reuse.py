@@ -11,8 +11,10 @@ from rl.engine.stats import EngineStats
 from rl.speculation.config import MAX_SAMPLES, ReuseConfig, check_coupling
 from rl.speculation.reuse import Reuse, remember
 from rl.trajectory import Origin
+from spec.reuse.agreement import FIRST_RATE, Agreement, RunMisses, miss_rates
 from spec.reuse.renewal import Renewal, renewed_name
 from spec.reuse.rollout_cache import RolloutCache
+from spec.round_times import RunSeconds, StepSeconds
 from spec.sampling import NOISE_NAMES
 
 KEYS, PROMPTS, NUMBERS = ["a", "b"], [(1, 2, 3), (4, 5)], [7, 11]
@@ -329,3 +331,45 @@ def test_metrics():
     assert got["spec/lenience"] == pytest.approx(2)
     assert make("off")[0].metrics(stats, 56, step=1) == {}
     assert "spec/lenience" not in make("coupled")[0].metrics(stats, 56, step=1)
+
+
+def test_rates_follow_from_the_last_agreement_of_responses_also_after_a_resume():
+    reuse, cache = make("coupled", share=0.3)  # the last of three samples draws fresh noise
+    epochs = [[[5, 6, 7], [5, 6], [1]], [[5, 6, 8], [5, 6], [1]], [[5, 9], [5, 6], [1]]]
+
+    def play(reuse, cache, step):
+        got = requests(reuse, 3, step=step)
+        tokens = epochs[step - 1]
+        done = [answer(g, i, tokens[i], reward=float(i)) for g in (0, 1) for i in range(3)]
+        reuse.remember(KEYS, done, step, cache)
+        rates = [r.cached.miss_rate for r in got if r.cached and r.group_id == 0]
+        return [got[0].cached and got[0].cached.agreement, rates]
+
+    assert play(reuse, cache, 1) == [None, []]
+    assert play(reuse, cache, 2) == [None, [FIRST_RATE] * 2], "nothing has been repeated yet"
+    resumed_cache = RolloutCache()
+    resumed_cache.load_state(cache.state())
+    resumed, _ = make("coupled", cache=resumed_cache, share=0.3)
+    resumed.load_state(reuse.state())
+    first, [one, other] = play(reuse, cache, 3)
+    assert first == Agreement(2, 3) and cache.get("a").responses[2].agreement is None
+    of_run = RunMisses(2.0, 10.0).rate  # one of three and none of two, of each group
+    want = miss_rates({0: Agreement(2, 3), 1: Agreement(2, 2)}, of_run)
+    assert [one, other] == pytest.approx([want[0], want[1]]) and one > other
+    assert play(resumed, resumed_cache, 3) == [first, [one, other]]
+    assert resumed.state() == reuse.state()
+
+
+def test_coupled_reuse_that_loses_ends_and_lenient_goes_on():
+    seconds = RunSeconds(losing_steps=2)
+    modes = {mode: ReuseConfig(mode) for mode in ("coupled", "lenient:1")}
+    reuses = {
+        mode: Reuse(config, RolloutCache(), seed=3, greedy=False, seconds=seconds)
+        for mode, config in modes.items()
+    }
+    for saved_s, is_off in ((-1, False), (0, False), (1, False), (-1, False), (-1, True)):
+        seconds.played(StepSeconds(10.0, 0.0, {}, True, saved_s))
+        assert (reuses["coupled"].rule(2) is None) == is_off
+        assert reuses["lenient:1"].rule(2) is not None
+    seconds.played(StepSeconds(10.0, 0.0, {}, True, 5.0))
+    assert reuses["coupled"].rule(2) is None, "for the rest of the run"

@@ -146,6 +146,9 @@ def test_rounds_that_draw_in_chunks_are_compiled_and_timed_where_responses_are_r
     path = tmp_path / "round_times.json"
     times = round_times.load_or_measure(path, engine, params, SAMPLING, reach)
     assert ["draws in chunks", 4, 16, 16, 1.0] in times.rows()
+    assert {row[2] for row in times.rows() if row[0] == "draws in chunks"} == {4, 8, 16}
+    assert ["draws in chunks with a round", 4, 4, 16, 1.0] in times.rows()
+    assert times.fetch(4) > 0 and engine.stats.fetches == 0 == times.fetch(8)
     assert round_times.read_rounds(path).rows() == times.rows()
 
     def request(i):
@@ -159,7 +162,7 @@ def test_rounds_that_draw_in_chunks_are_compiled_and_timed_where_responses_are_r
         again = engine.run(spec, [request(i) for i in range(4)])
     assert not found
     in_chunks = [r.cached_in_chunks for r in engine.stats.timeline if r.cached_in_chunks]
-    # the first chunks end one token behind the prompts
-    assert in_chunks == [2 + 2 + 2 + 2, 2 + 4 + 4, 2]
+    # once all prompts are there, four tokens of a row at a time
+    assert in_chunks == [2 + 4 + 4 + 4, 2 + 4]
     pairs = zip(first, again, strict=True)
     assert all(np.array_equal(a.response_ids, b.response_ids) for a, b in pairs)

@@ -11,6 +11,7 @@ from rl.runtime.run_files import SECONDS_FILE
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation
 from rl.warm_up.step_seconds import SecondsRecord, after_step, at_its_pace, go_on, step_seconds
+from spec.reuse.prefix_rule import parse_mode
 from spec.reuse.rollout_cache import RolloutCache, of_group
 from spec.round_times import RoundTimes, StepSeconds
 
@@ -83,8 +84,9 @@ def test_a_recorded_step_is_read_instead_of_measured(tmp_path):
     assert resumed.of(4, lambda: LOSS) == LOSS == SecondsRecord(folder).of(4, pytest.fail)
 
 
-def line(step="1", rollout_s="1", rounds="[]", has_history="true"):
+def line(step="1", rollout_s="1", rounds="[]", has_history="true", reuse_saved_s="0"):
     seconds = f'"rollout_s": {rollout_s}, "saved_s": 0, "has_history": {has_history}'
+    seconds += f', "reuse_saved_s": {reuse_saved_s}'
     return f'{{"step": {step}, {seconds}, "rounds": {rounds}}}'
 
 
@@ -95,6 +97,7 @@ def line(step="1", rollout_s="1", rounds="[]", has_history="true"):
         *(line(rounds=rounds) for rounds in ("[[4]]", "[3]", "[[4, 4, 64, 0, 1.0]]")),
         *(line(rollout_s=seconds) for seconds in ("NaN", "-1", "1e99")),
         line(has_history="1"),
+        line(reuse_saved_s="-1e99"),
     ],
 )
 def test_a_damaged_record_is_named(tmp_path, text):
@@ -175,6 +178,46 @@ def test_drafts_of_drafting_workers_stay(always_lost, tmp_path):
 def test_without_drafts_nothing_is_recorded(tmp_path):
     assert play(losing(budget="off", sources=()), tmp_path, 2) == ([None, None], [])
     assert not (tmp_path / SECONDS_FILE).exists()
+
+
+CHUNKS = {"cached_in_chunks": 9, "plain_rounds": 3.0}
+
+
+def test_tokens_of_chunks_save_the_plain_rounds_that_would_bring_them():
+    """A pass of 9 s after its prompts; three plain rounds take as many seconds as the step's do."""
+    rounds = [record(4, 4), record(4, 1, **CHUNKS)]
+    found = step_seconds(rounds, TIMES, True)
+    assert found.rounds == {PLAIN: (4, 7 / 4)}, "a pass is no plain round"
+    plain_s = at_its_pace(rounds, TIMES)(*PLAIN)
+    assert found.reuse_saved_s == pytest.approx(3 * plain_s - 9)
+    assert found.saved_s == pytest.approx(-2 - 2), "the drafts of both fetches"
+    assert step_seconds(rounds[:1], TIMES, True).reuse_saved_s == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "end"),
+    [
+        ("coupled", "it ends for the rest of the run, and its responses only draft"),
+        ("lenient:1", "it goes on, since it is a part of the training; Reuse.mode turns it off"),
+    ],
+)
+def test_reuse_that_loses_is_told_once_and_after_a_resume_not_again(
+    monkeypatch, tmp_path, mode, end
+):
+    lost = StepSeconds(10.0, 0.0, {}, True, -2.0)
+    monkeypatch.setattr("rl.warm_up.step_seconds.step_seconds", lambda *_: lost)
+    said, mode = [], parse_mode(mode)
+    speculation, record = losing(budget="off", sources=()), SecondsRecord(Folder(tmp_path))
+    for step in range(1, 5):
+        assert not after_step(speculation, record, step, [], said.append, mode)
+        assert speculation.seconds.reuse_is_off == (step >= 3)
+    [line] = said
+    assert "has cost about 20.0% of 30.0 s of rounds in the last 3 steps" in line and end in line
+    resumed = losing(budget="off", sources=())
+    go_on(resumed, SecondsRecord(Folder(tmp_path)), 4)
+    assert resumed.seconds.reuse_is_off
+    after_step(resumed, record, 5, [], said.append, mode)
+    assert len(said) == 1
 
 
 class Shared:

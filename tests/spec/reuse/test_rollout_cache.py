@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spec.reuse.agreement import Agreement
 from spec.reuse.rollout_cache import (
     MAGIC,
     CachedGroup,
@@ -33,7 +34,9 @@ def scored(seed, lengths=(5, 0, 7)):
     def response(i, n):
         floats = rng.normal(size=(2, n)).astype(np.float32)
         scores = Scores(*floats, rng.integers(0, 9, n).astype(np.int32))
-        return CachedResponse(i, rng.integers(0, 99, n).astype(np.int32), float(i), scores)
+        tokens = rng.integers(0, 99, n).astype(np.int32)
+        agreement = Agreement(i, i + seed % 2) if i else None
+        return CachedResponse(i, tokens, float(i), scores, agreement)
 
     prompt = rng.integers(0, 99, 4).astype(np.int32)
     responses = tuple(response(i, n) for i, n in enumerate(lengths))
@@ -46,7 +49,7 @@ def equal(a: CachedGroup | None, b: CachedGroup | None) -> bool:
         return False
 
     def same(x: CachedResponse, y: CachedResponse) -> bool:
-        if (x.sample_index, x.reward) != (y.sample_index, y.reward):
+        if (x.sample_index, x.reward, x.agreement) != (y.sample_index, y.reward, y.agreement):
             return False
         parts = [(x.tokens, y.tokens)]
         if x.scores is not None and y.scores is not None:
@@ -180,6 +183,7 @@ def forged(header: dict, body: bytes = b"", *, deflate: bool = True) -> bytes:
 GOOD = {
     **{"key": "p", "policy": "", "samples": [0, 1], "lengths": [2, 1]},
     **{"rewards": [1.0, 0.0], "scored": False, "taught": True, "renewals": 3},
+    "agreements": [[2, 3], None],
 }
 TOKENS = np.arange(4, dtype="<i4").tobytes()  # one of the prompt
 FORGED = {
@@ -197,6 +201,9 @@ FORGED = {
     "rewards as text": forged(GOOD | {"rewards": ["1", "2"]}, TOKENS),
     "scored as text": forged(GOOD | {"scored": "false"}, TOKENS),
     "taught as text": forged(GOOD | {"taught": "false"}, TOKENS),
+    "more kept than decided": forged(GOOD | {"agreements": [[3, 2], None]}, TOKENS),
+    "a part of a kept token": forged(GOOD | {"agreements": [[1.5, 2], None]}, TOKENS),
+    "an agreement too few": forged(GOOD | {"agreements": [None]}, TOKENS),
     "too many renewals": forged(GOOD | {"renewals": 2**26}, TOKENS),
     "negative renewals": forged(GOOD | {"renewals": -1}, TOKENS),
     "scores left out": forged(GOOD | {"scored": True}, TOKENS),

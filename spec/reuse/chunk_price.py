@@ -1,0 +1,164 @@
+"""The price of passes of chunks that verify cached tokens, against rounds, by measured seconds.
+
+If the policy has to draw a cached token again, no token depends on how it is verified. Rows whose
+cached tokens do not pay for a pass decode instead, and drafters may propose these tokens. A pass of
+t seconds that brings e tokens (`spec.reuse.agreement.expected_tokens`; one for each live row of the
+same program) pays if
+
+    MARGIN · t  <  e · value,      value = plain seconds of a token / gain of drafts
+
+A token of B slots takes t(B) / requests. If all requests of a rollout are known, a play of their
+last lengths, with and without the tokens that are expected to agree, prices each of these: if only
+short responses agree, the longest ones take as many rounds as before.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from spec.round_times import RoundTimes
+
+MARGIN = 1.05
+DECAY = 0.95  # of the gain of earlier rounds, a fetch
+
+
+class Pass(NamedTuple):
+    """A pass of so many chunks, with a plain round of the live rows or alone."""
+
+    num_chunks: int
+    is_beside: bool
+
+
+class Bucket(NamedTuple):
+    """The rows of a worker: slots, positions, busy rows."""
+
+    slots: int
+    positions: int
+    busy: int
+
+
+class ChunkPrice:
+    """Prices passes of a rollout; decisions follow from tokens and the table alone."""
+
+    def __init__(self, times: RoundTimes, chunk_tokens: int) -> None:
+        self._times, self.chunk_tokens = times, chunk_tokens
+        self._known: dict[tuple[Pass, int, int], float | None] = {}  # looked up before
+        self._plain_s = self._rounds_s = 0.0
+        self._token_s: float | None = None  # the value of a token of this rollout's requests
+
+    def play(
+        self, length_N: np.ndarray, rate_N: np.ndarray, num_slots: int, num_positions: int
+    ) -> None:
+        """Take the value of a token from a play of all requests of the rollout.
+
+        `length_N` are their last lengths, `rate_N` the miss rates; 1 where nothing is cached.
+        """
+        rounds = self._times.rounds.items()
+        sizes = {b: s for (b, m, n), s in rounds if (m, n) == (b, num_positions)}
+        kept_N = spread_kept(length_N, rate_N)
+        if num_slots not in sizes or not kept_N.any():
+            return
+        ordered = sorted(sizes.items())
+
+        def plain_s(num_rows: int) -> float:
+            return next(s for b, s in ordered if b >= num_rows)
+
+        saved_s = played_s(length_N, num_slots, plain_s)
+        saved_s -= played_s(length_N - kept_N, num_slots, plain_s)
+        self._token_s = saved_s / float(kept_N.sum())
+
+    @property
+    def gain(self) -> float:
+        """Return how much faster than plain ones rounds have been, by the table; at least 1."""
+        return max(1.0, self._plain_s / self._rounds_s) if self._rounds_s else 1.0
+
+    def observe(self, tokens_per_request: float, num_rounds: int, at: tuple[int, int, int]) -> None:
+        """Learn from the rounds of a fetch, of (slots, nodes, positions)."""
+        slots, _, positions = at
+        plain_s = self._times(slots, slots, positions) or 0.0
+        round_s = self._times(*at) or plain_s
+        self._plain_s = DECAY * self._plain_s + tokens_per_request * plain_s
+        self._rounds_s = DECAY * self._rounds_s + num_rounds * round_s
+
+    def value(self, at: Bucket) -> float:
+        """Return the seconds that rounds take for a token of a request."""
+        token_s = self._token_s
+        if token_s is None:
+            token_s = (self._times(at.slots, at.slots, at.positions) or 0.0) / max(at.busy, 1)
+        return token_s / self.gain
+
+    def best_pass(
+        self,
+        expected_R: np.ndarray,
+        at: Bucket,
+        alone: Sequence[int],
+        beside: Sequence[int],
+    ) -> Pass | None:
+        """Return the pass that brings the most tokens a second, if it pays.
+
+        `expected_R` are the tokens that a chunk of each row brings, the largest first; `alone` and
+        `beside` the numbers of chunks that passes can have.
+        """
+        sums_R, best, best_rate = np.append(0.0, np.cumsum(expected_R)), None, 0.0
+        options = [Pass(n, True) for n in beside]
+        for one in [*options, *(Pass(n, False) for n in alone)]:
+            seconds = self._seconds(one, at)
+            if seconds is None:
+                continue
+            num_rows = min(one.num_chunks, len(expected_R))
+            rate = (float(sums_R[num_rows]) + one.is_beside * (at.busy - num_rows)) / seconds
+            if rate > best_rate:
+                best, best_rate = one, rate
+        return best if best_rate * self.value(at) > MARGIN else None
+
+    def may_pay(self, expected_R: np.ndarray, at: Bucket, sizes: Sequence[int]) -> np.ndarray:
+        """Return for each row whether a pass full of rows like it would pay; bool [R]."""
+        seconds = {n: self._seconds(Pass(n, is_beside=False), at) for n in sizes}
+        rate = max((n / s for n, s in seconds.items() if s is not None), default=0.0)
+        return expected_R * rate * self.value(at) > MARGIN
+
+    def _seconds(self, one: Pass, at: Bucket) -> float | None:
+        """Return the seconds of a pass, which has a fetch of its own."""
+        key = one, at.slots, at.positions
+        if key not in self._known:
+            tokens = one.num_chunks * self.chunk_tokens
+            seconds = self._times.chunks(at.slots, tokens, at.positions, is_beside=one.is_beside)
+            host_s = self._times.fetch(at.slots)
+            self._known[key] = None if seconds is None else seconds + host_s
+        return self._known[key]
+
+
+GOLDEN = 0.6180339887498949
+
+
+def spread_kept(length_N: np.ndarray, rate_N: np.ndarray) -> np.ndarray:
+    """Return tokens that agree up to a first difference: quantiles of its law, in no order.
+
+    P(k tokens agree) = (1 − h)^k, at multiples of the golden ratio modulo 1.
+    """
+    u_N = np.arange(1, len(length_N) + 1) * GOLDEN % 1
+    keeps_N = np.clip(1 - rate_N, 1e-9, 1 - 1e-9)
+    return np.minimum(np.floor(np.log(u_N) / np.log(keeps_N)), length_N).astype(int)
+
+
+def played_s(length_N: np.ndarray, num_slots: int, plain_s: Callable[[int], float]) -> float:
+    """Return the seconds of plain rounds for requests that start in order as slots get free.
+
+    `plain_s` are the seconds of a round of so many live rows.
+    """
+    first, rest = length_N[:num_slots].tolist(), length_N[num_slots:].tolist()
+    ends, full_rounds = [int(n) for n in first], 0
+    heapq.heapify(ends)
+    for length in rest:
+        full_rounds = heapq.heappop(ends)
+        heapq.heappush(ends, full_rounds + int(length))
+    seconds, now = full_rounds * plain_s(num_slots), full_rounds
+    while ends:
+        num_rows, end = len(ends), heapq.heappop(ends)
+        seconds += (end - now) * plain_s(num_rows) if end > now else 0.0
+        now = max(now, end)
+    return seconds
