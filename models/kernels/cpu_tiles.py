@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import llvmlite.binding
+import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -19,6 +21,17 @@ LINE = 16  # numbers of a line of memory
 FLOAT, HALF, WORD, INDEX = ir.FloatType(), ir.IntType(16), ir.IntType(64), ir.IntType(32)
 _BYTE = ir.IntType(8).as_pointer()
 _FETCH = "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [_BYTE, *[INDEX] * 3])
+
+
+def _has_wide_registers() -> bool:
+    """Return whether numba compiles for AVX-512, whose 32 registers hold sixteen numbers each."""
+    features = numba.config.CPU_FEATURES  # of the environment
+    if features is None:
+        features = llvmlite.binding.get_host_cpu_features().flatten()
+    return "+avx512f" in features.split(",")
+
+
+HAS_WIDE_REGISTERS = _has_wide_registers()  # else AVX2's: 16 of eight numbers
 
 
 class Code:

@@ -17,20 +17,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import llvmlite.binding
 import numba
 import numpy as np
 from llvmlite import ir
 
 from models.kernels import cpu_calls
 from models.kernels.cpu_sums import fast
-from models.kernels.cpu_tiles import INDEX, LINE, Code, tile
+from models.kernels.cpu_tiles import HAS_WIDE_REGISTERS, INDEX, LINE, Code, tile
 
 NAME = "reprise_products"
 OUTPUTS = 3  # of a tile
-# Rows of tiles, of any number: no sum changes. AVX-512's registers hold 24 sums of sixteen numbers.
-ROWS = (8, 4, 2, 1) if llvmlite.binding.get_host_cpu_features().get("avx512f") else (2, 1)
-BLOCK_OUTPUTS = 48  # of a part, whose weights stay in a cache of the core for all rows
+# Rows of tiles, of any number: no sum changes.
+ROWS = (8, 4, 2, 1) if HAS_WIDE_REGISTERS else (4, 2, 1)
+# Registers hold 24 sums of sixteen numbers, or 6. Larger tiles compute eight numbers, then eight.
+SUMS_AT_ONCE = 24 if HAS_WIDE_REGISTERS else 6
+MOST_INPUTS = 640  # of a block: a tile's rows stay in the core's nearest cache for all its weights
+BLOCK_OUTPUTS = 48  # of a part at most, whose weights stay in a cache of the core for all rows
 BLOCK_ROWS = 256
 _task = cpu_calls.task_of(NAME)
 
@@ -58,31 +60,57 @@ def product(x: jax.Array, weight_OI: jax.Array, *more: jax.Array) -> jax.Array:
 def _write_tiles(code: Code, *words: Any) -> None:
     """Write the tiles of all sizes; the first word selects one (`_size`).
 
-    The others are addresses, and sizes in numbers. A tile has the weights of the next one brought
+    The others are addresses, sizes in numbers, and 0 or 1. Sums start with those at `kept` if
+    inputs came before, and go there if more follow. A tile has the weights of the next one brought
     from memory.
     """
-    size, x, w, y, inputs, width, inner, up, ranks = words
+    size, x, w, y, inputs, count, width, kept, is_later, is_last, inner, up, ranks = words
+    terms = x, w, inputs, count
+    low_terms = inner, up, ranks, code.builder.mul(ranks, is_last)
 
     def one(rows: int, outputs: int, size_bytes: int) -> None:
-        load = code.load if size_bytes == 4 else code.load_halves
+        num = rows * outputs
+        part = code if num <= SUMS_AT_ONCE else Code(code.builder, LINE // 2)
+        load = part.load if size_bytes == 4 else part.load_halves
 
-        def added(x: Any, w: Any, inputs: Any, i: Any, totals: list) -> list:
-            w_O = [load(code.place(w, o, inputs, i, size_bytes)) for o in range(outputs)]
+        def place_kept(n: int, first: int) -> Any:
+            return code.place(kept, n, code.number(LINE), code.number(first))
+
+        def taken_up(first: int, _i: Any, _totals: list) -> list:
+            return [part.load(place_kept(n, first)) for n in range(num)]
+
+        def added(first: int, x: Any, w: Any, inputs: Any, i: Any, totals: list) -> list:
+            at = code.builder.add(i, code.number(first))
+            w_O = [load(code.place(w, o, inputs, at, size_bytes)) for o in range(outputs)]
             for r in range(rows):
-                x_r = code.load(code.place(x, r, inputs, i))
+                x_r = part.load(code.place(x, r, inputs, at))
                 for o in range(outputs):
                     n = r * outputs + o
-                    totals[n] = code.multiplied(x_r, w_O[o], totals[n])
-            for o in range(outputs):
+                    totals[n] = part.multiplied(x_r, w_O[o], totals[n])
+            for o in range(outputs if first == 0 else 0):
                 code.fetch(code.place(w, outputs + o, inputs, i, size_bytes))
             return totals
 
-        totals = [code.zero] * (rows * outputs)
-        for terms in ((x, w, inputs), (inner, up, ranks)):
-            totals = code.sums(totals, terms[2], LINE, partial(added, *terms))
-        for n, total in enumerate(_totals(code, totals)):
-            r, o = divmod(n, outputs)
-            code.store(total, code.place(y, r, width, code.number(o)))
+        parts = []
+        for first in range(0, LINE, part.lanes):
+            totals = part.sums([part.zero] * num, is_later, 1, partial(taken_up, first))
+            for *of, end in (terms, low_terms):
+                totals = part.sums(totals, end, LINE, partial(added, first, *of))
+            parts.append(totals)
+        whole = parts[0]
+        if len(parts) > 1:
+            whole = [code.shuffled(a, b, range(LINE)) for a, b in zip(*parts, strict=True)]
+
+        def keep() -> None:
+            for n, total in enumerate(whole):
+                code.store(total, place_kept(n, 0))
+
+        def finish() -> None:
+            for n, total in enumerate(_totals(code, whole)):
+                r, o = divmod(n, outputs)
+                code.store(total, code.place(y, r, width, code.number(o)))
+
+        code.cases(is_last, {0: keep, 1: finish})
 
     sizes = [(r, o, b) for r in ROWS for o in (OUTPUTS, 1) for b in (4, 2)]
     code.cases(size, {_size.py_func(*of): partial(one, *of) for of in sizes})
@@ -119,23 +147,36 @@ _MOST_ROWS = ROWS[0]
 def _block(x, w, y, num_rows, inputs, width, num_outputs, size_bytes, low):  # type: ignore[no-untyped-def]
     """Compute some outputs of some rows, from addresses; `low` are inner, up and ranks."""
     (inner, up, ranks), r = low, 0
+    of_inputs = (inputs + MOST_INPUTS - 1) // MOST_INPUTS
+    most = ((inputs + of_inputs - 1) // of_inputs + LINE - 1) // LINE * LINE
+    kept_N = np.empty(_MOST_ROWS * num_outputs * LINE if of_inputs > 1 else 0, np.float32)
+    kept = kept_N.ctypes.data
     while r < num_rows:
-        rows, o = _MOST_ROWS, 0
+        rows, i = _MOST_ROWS, 0
         while rows > num_rows - r:
             rows //= 2
-        while o < num_outputs:
-            outputs = OUTPUTS if o + OUTPUTS <= num_outputs else 1
-            of_rows = x + 4 * r * inputs, w + size_bytes * o * inputs, y + 4 * (r * width + o)
-            more = inner + 4 * r * ranks, up + size_bytes * o * ranks, ranks
-            _tile(_size(rows, outputs, size_bytes), *of_rows, inputs, width, *more)
-            o += outputs
+        more = inner + 4 * r * ranks
+        while i < inputs:
+            count, o = min(most, inputs - i), 0
+            states = int(i > 0), int(i + count == inputs)
+            while o < num_outputs:
+                outputs = OUTPUTS if o + OUTPUTS <= num_outputs else 1
+                x_r, w_o = x + 4 * (r * inputs + i), w + size_bytes * (o * inputs + i)
+                of_tile = x_r, w_o, y + 4 * (r * width + o), inputs, count, width
+                of_low = more, up + size_bytes * o * ranks, ranks
+                kept_o = kept + 4 * LINE * rows * o
+                _tile(_size(rows, outputs, size_bytes), *of_tile, kept_o, *states, *of_low)
+                o += outputs
+            i += count
         r += rows
 
 
 @fast
 def _block_outputs(num_outputs):  # type: ignore[no-untyped-def]
-    """Return the outputs of a part: fewer if two cores would not have one each."""
-    return BLOCK_OUTPUTS if num_outputs > BLOCK_OUTPUTS else (num_outputs + 1) // 2
+    """Return the outputs of a part: whole lines of memory, in an even number of equal parts."""
+    most = BLOCK_OUTPUTS if num_outputs % (2 * BLOCK_OUTPUTS) == 0 else 2 * LINE
+    parts = 2 * ((num_outputs + 2 * most - 1) // (2 * most))
+    return ((num_outputs + parts - 1) // parts + LINE - 1) // LINE * LINE
 
 
 @fast
