@@ -225,6 +225,6 @@ def test_drafting_in_one_call_equals_following_and_then_proposing():
     assert drafts[0].count_A.tolist() == [6, 3]
     for of_two_calls, of_one in zip(*drafts, strict=True):
         assert np.array_equal(of_two_calls, of_one)
-    trees_F = Followers.of([99])
-    with pytest.raises(AssertionError, match="follower 0"):
-        forest.draft(trees_F, rule, (texts[0], [0], [4]), np.array([2]), no_drafts(1, 6), [0])
+    followers = Followers.of([trees[0], 99])
+    with pytest.raises(AssertionError, match="follower 1"):
+        forest.draft(followers, rule, texts, max_nodes_F, out, which_F)
