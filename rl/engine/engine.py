@@ -300,14 +300,18 @@ class Engine(ModelRunner):
 
     def _preempt(self) -> None:
         """Free rows that do not fit any more; their requests wait to be recomputed."""
-        limits = self._fetch_tokens, self._kv_tokens
-        self._leave(rows := admission.rows_to_preempt(self._table, *limits))
+        rows = list[int]()
+        if self._kv_tokens < UNLIMITED:
+            rows = admission.rows_to_preempt(self._table, self._fetch_tokens, self._kv_tokens)
+            self._leave(rows)
         short = self._rows.make_room(self._fetch_tokens, self._waiting.prompts)
         self._leave(short)
         self.stats.preemptions += len(rows) + len(short)
 
     def _leave(self, rows: Sequence[int]) -> None:
         """Let the requests of rows wait again, the newest last."""
+        if not rows:
+            return
         leaving = self._leave_rows(np.array(rows, int), self._table.preempt)
         self._waiting.partial.extendleft(leaving)
 

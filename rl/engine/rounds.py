@@ -353,10 +353,11 @@ class Rounds:
         reused_B: np.ndarray,
     ) -> np.ndarray:
         """Append the tokens that a fetch brought each slot; returns how many it got."""
-        live_B = self._table.live_B
-        count_B = self._table.commit(tokens_BN, logprobs_BN, drawn_B, drafted_B, reused_B)
-        self._rows.joined(np.nonzero(self._table.live_B & ~live_B)[0].tolist())
         table = self._table
+        waits_B = table.busy_B & (table.missing_tokens_B > 0)
+        count_B = table.commit(tokens_BN, logprobs_BN, drawn_B, drafted_B, reused_B)
+        if waits_B.any():
+            self._rows.joined(np.nonzero(table.live_B & waits_B)[0].tolist())
         has_own_ends = table.endings.unknown_to_device or table.not_finite_B.any()
         if has_own_ends and table.stopped_B[count_B > 0].any():
             self._rows.changed()  # the device would continue there

@@ -174,6 +174,8 @@ class SlotCache:
         Without `draws` these alone.
         """
         _, rows = self._fills()
+        if not rows:
+            return []
         verifies_B = self.table.verifies_B
         rows = [r for r in rows if (draws or not verifies_B[r]) and self._memory.has_room(r)]
         return sorted(rows, key=lambda r: bool(verifies_B[r]))

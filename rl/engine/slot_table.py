@@ -97,6 +97,7 @@ class SlotTable:
         self.missing_tokens_B = np.zeros(B, np.int32)  # whose keys and values are to be computed
         self.entered_B = np.zeros(B, np.int64)  # when its request came: rows are numbered as taken
         self._num_entered = 0
+        self._live: LiveSlots | None = None  # as last returned, if the rows are still the same
         self.request_ids_B = np.zeros(B, np.int64)
         self.group_ids_B = np.zeros(B, np.int64)
         self.rule_B = np.zeros(B, np.int32)  # of `endings`, and the state that its text is in
@@ -145,6 +146,8 @@ class SlotTable:
     @property
     def num_prompts_missing(self) -> int:
         """Return how many rows lack tokens of their prompt."""
+        if not self.missing_tokens_B.any():  # as in most rounds
+            return 0
         return int((self.busy_B & (self.missing_tokens_B > 0) & ~self.verifies_B).sum())
 
     @property
@@ -161,6 +164,8 @@ class SlotTable:
 
     def lacking(self) -> dict[int, int]:
         """Return the rows that lack something, in order of admission, and their prompts."""
+        if not self.missing_tokens_B.any():  # as in most rounds
+            return {}
         (rows,) = np.nonzero(self.busy_B & (self.missing_tokens_B > 0))
         rows = rows[np.argsort(self.entered_B[rows])]  # in width rounds there are none
         return dict(zip(rows.tolist(), self.prompt_B[rows].tolist(), strict=True))
@@ -198,6 +203,7 @@ class SlotTable:
         if partial.max_tokens is not None:
             self.extend(row, partial.max_tokens)
         self.busy_B[row] = True
+        self._live = None
         self._num_entered += 1
         self.entered_B[row] = self._num_entered
         self.request_ids_B[row], self.group_ids_B[row] = request.request_id, request.group_id
@@ -253,8 +259,9 @@ class SlotTable:
         fetched = tokens_BN, logprobs_BN, count_B, drafted_B, reused_B
         rows = self.tokens_BL, self.logprobs_BL, self.origins_BL, self.total_tokens_B
         _append(*fetched, *rows)
-        for row in np.nonzero(self.missing_tokens_B * count_B)[0].tolist():  # drawn in chunks
-            self._look_ahead(row)
+        if self.verifies_in_chunks:
+            for row in np.nonzero(self.missing_tokens_B * count_B)[0].tolist():
+                self._look_ahead(row)
         return count_B
 
     def _end_not_finite(self, logprobs_BN: np.ndarray, count_B: np.ndarray) -> None:
@@ -271,6 +278,8 @@ class SlotTable:
 
     def chunk_ended_rows(self) -> list[int]:
         """Return the rows whose chunk alone has ended."""
+        if (self.limit_B == self.final_B).all():  # whole requests have no chunks
+            return []
         at_end_B = self.emitted_B >= self.limit_B
         return np.nonzero(self.busy_B & at_end_B & ~self._is_whole_B)[0].tolist()
 
@@ -356,8 +365,22 @@ class SlotTable:
         return PartialRequest(started.request, response_so_far)
 
     def live(self) -> LiveSlots:
-        """Return what drafters see of the rows that take part in rounds."""
-        return self.view(np.nonzero(self.live_B)[0])
+        """Return what drafters see of the rows that take part in rounds.
+
+        Arrays that a round cannot change are the same objects until another request enters or
+        leaves: a `RequestIndex` compares none then.
+        """
+        (rows,) = np.nonzero(self.live_B)
+        before = self._live
+        if before is None or not np.array_equal(rows, before.rows_A):
+            self._live = self.view(rows)
+        else:
+            self._live = dataclasses.replace(
+                before,
+                total_tokens_A=self.total_tokens_B[rows],
+                remaining_tokens_A=(self.limit_B - self.emitted_B)[rows],
+            )
+        return self._live
 
     def view(self, rows: np.ndarray) -> LiveSlots:
         """Return what drafters see of these rows, which must be busy."""
@@ -383,6 +406,7 @@ class SlotTable:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Make row i what row `rows[i]` was; the others are gone."""
+        self._live = None
         self.started = [self.started[b] for b in rows]
         self.prompts = [self.prompts[b] for b in rows]
         for name, array in self._arrays().items():
@@ -392,6 +416,7 @@ class SlotTable:
 
     def widen(self, num_slots: int) -> None:
         """Append free rows, up to `num_slots`."""
+        self._live = None
         more = num_slots - len(self)
         self.started += [None] * more
         self.prompts += [None] * more

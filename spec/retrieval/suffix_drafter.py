@@ -29,8 +29,7 @@ class RequestFollowers:
         drafts = no_drafts(len(live), max_nodes)
         which_A = self._which(live, trees_A)
         texts = live.tokens_BL, live.rows_A, live.total_tokens_A
-        self._forest.follow(self._followers, *texts, which_A, self._rule.longest)
-        self._forest.propose(self._followers, self._rule, max_nodes_A, drafts, which_A)
+        self._forest.draft(self._followers, self._rule, texts, max_nodes_A, drafts, which_A)
         drafts.sources_AN[:] = self._source
         return drafts
 

@@ -171,6 +171,24 @@ class SuffixForest:
             bad = queries.propose(self._arena, *limits, *which, out)
         assert bad == kernels.NONE, f"follower {which_F[bad]}: it or its tree is missing"
 
+    def draft(
+        self,
+        followers: Followers,
+        rule: ProposalRule,
+        texts: tuple[np.ndarray, np.ndarray, np.ndarray],
+        max_nodes_F: np.ndarray,
+        out: Drafts,
+        which_F: np.ndarray,
+    ) -> None:
+        """`follow` the texts (`tokens_BL, rows_F, lengths_F`) by `rule.longest`, then `propose`."""
+        tokens_BL, rows_F, lengths_F = texts
+        which = which_F, followers.trees_F, followers.state_FX
+        lengths = _writable(tokens_BL), _integers(rows_F), _integers(lengths_F)
+        limits = tuple(rule), min(rule.context_tokens, self.max_context)
+        with self._lock:
+            bad = queries.draft(self._arena, *limits, *which, *lengths, _integers(max_nodes_F), out)
+        assert bad == kernels.NONE, f"follower {which_F[bad]}: it, its tree or its text is missing"
+
     # --- inside; the lock is held ---------------------------------------------------------
 
     def _tree_row(self, tree: int) -> int:

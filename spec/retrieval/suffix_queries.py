@@ -291,3 +291,26 @@ def propose(a, rule, max_length, which_F, ids_F, followers_FX, max_nodes_F, out,
         node = _settle(a.states, follower[k.AT], matched)
         _draft(a, rule, max_length, a.trees[row, k.ROOT], node, matched, pool, room, drafts, f)
     return k.NONE
+
+
+@kernel
+def draft(
+    a,
+    rule,
+    max_length,
+    which_F,
+    ids_F,
+    followers_FX,
+    tokens_BL,
+    rows_F,
+    lengths_F,
+    max_nodes_F,
+    out,
+    stamp=k.STAMP,
+):
+    """Run `follow`, by the rule's `longest`, then `propose`: one call of a kernel for both."""
+    longest = ProposalRule(*rule).longest
+    bad = follow(a, longest, which_F, ids_F, followers_FX, tokens_BL, rows_F, lengths_F)
+    if bad != k.NONE:
+        return bad
+    return propose(a, rule, max_length, which_F, ids_F, followers_FX, max_nodes_F, out)

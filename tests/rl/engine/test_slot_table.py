@@ -25,6 +25,36 @@ def test_two_requests_may_have_the_same_noise():
     assert table.live().request_ids_A.tolist() == ids
 
 
+def test_arrays_of_live_rows_are_the_same_objects_until_the_rows_change():
+    table = SlotTable(2, 16, Endings(SamplingConfig(max_new_tokens=8)))
+    table.enter(0, PartialRequest(Request(4, (1, 2, 3))))
+    before = table.live()
+    tokens_BN, count_B = np.array([[7], [0]], np.int32), np.array([1, 0], np.int32)
+    logprobs_BN, none_B = np.zeros((2, 1), np.float32), np.zeros(2, np.int32)
+    table.commit(tokens_BN, logprobs_BN, count_B, none_B > 0, none_B)
+    after = table.live()
+    assert after.request_ids_A is before.request_ids_A
+    assert after.total_tokens_A.tolist() == [4]
+    assert after.remaining_tokens_A.tolist() == [7]
+    assert after.response(0).tolist() == [7]
+
+    def ids():
+        return table.live().request_ids_A.tolist()
+
+    table.enter(1, PartialRequest(Request(5, (1, 2))))
+    assert ids() == [4, 5]
+    table.keep([1, 0])
+    assert ids() == [5, 4]
+    table.widen(4)
+    assert table.live().tokens_BL is table.tokens_BL
+    table.leave(0, 0)
+    assert ids() == [4]
+    table.enter(0, PartialRequest(Request(6, (1, 2))))
+    table.leave(0, 0)
+    table.enter(0, PartialRequest(Request(7, (1, 2))))
+    assert ids() == [7, 4]
+
+
 class Whole(RequestSource):
     """Sends all requests at once; responses come in chunks that are extended or end."""
 

@@ -203,3 +203,28 @@ def test_a_forest_drafts_and_grows_in_another_program_as_here(seed, rule):
         one.uproot(trees[1])
     left = [trees[0], *trees[2:]]
     assert drafts(there, left, tokens_BL, rule) == drafts(forest, left, tokens_BL, rule)
+
+
+def test_drafting_in_one_call_equals_following_and_then_proposing():
+    rng, rule = np.random.default_rng(0), ProposalRule(4, 1, 3, prior=0.3, path_tokens=0)
+    forest = SuffixForest(rule.context_tokens)
+    trees = [forest.plant(), forest.plant()]
+    for tree in trees:
+        forest.add(tree, rng.integers(0, 4, 200))
+    texts = rng.integers(0, 4, (3, 40), np.int32), np.array([2, 0]), np.array([9, 30])
+    drafts = []
+    for is_one_call in (False, True):
+        followers, out = Followers.of(trees), no_drafts(2, 6)
+        which_F, max_nodes_F = np.array([0, 1]), np.array([6, 3])
+        if is_one_call:
+            forest.draft(followers, rule, texts, max_nodes_F, out, which_F)
+        else:
+            forest.follow(followers, *texts, which_F, rule.longest)
+            forest.propose(followers, rule, max_nodes_F, out, which_F)
+        drafts.append(out)
+    assert drafts[0].count_A.tolist() == [6, 3]
+    for of_two_calls, of_one in zip(*drafts, strict=True):
+        assert np.array_equal(of_two_calls, of_one)
+    followers = Followers.of([trees[0], 99])
+    with pytest.raises(AssertionError, match="follower 1"):
+        forest.draft(followers, rule, texts, max_nodes_F, out, which_F)
