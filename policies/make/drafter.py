@@ -14,7 +14,6 @@ import dataclasses
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +26,11 @@ from policies.make.countdown import NUM_FEW, questions
 from policies.make.policy import respond, write_report
 from rl.drafter_training import export
 from rl.drafter_training.config import DrafterConfig
-from rl.drafter_training.offline import OfflineConfig, OfflineTraining
-from rl.drafter_training.trainer import SUMS
+from rl.drafter_training.offline import hidden_of
+from rl.drafter_training.trainer import SUMS, DrafterTrainer, copied
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
+from rl.engine.model_runner import ModelRunner
 from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.packing import Response
 from rl.speculation.device_drafters import LearnedDrafter
@@ -40,27 +40,30 @@ from spec.config import Proposal, SamplingConfig
 from spec.drafter import Acceptance, Drafts, LiveSlots
 from spec.eagle import model as eagle
 from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, TreeConfig, Variant
-from spec.eagle.model import EagleWeights
+from spec.eagle.model import EagleParams, EagleWeights
+from spec.eagle.training_data import DataBuffer
 from spec.sampling import step_key
 
 SAY_EVERY_STEPS = 20
+NOISE = 11  # of the responses: other ones than the policy's recipe draws
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Responses to train on, variants with their steps in turn, and the size of the drafter.
+    """Responses to train on, steps, and the size of the drafter.
 
     A step has `batch_rows` rows of `row_tokens`. Weights are the mean over the last
     `averaged_steps`, since the learning rate is constant.
     """
 
     seed: int = 0
-    responses: int = 1024
+    responses: int = 768
     max_new_tokens: int = 1024
-    stages: tuple[tuple[Variant, int], ...] = (("eagle", 240), ("hass", 160))
+    variant: Variant = "eagle"
+    steps: int = 220
     averaged_steps: int = 40
-    learning_rate: float = 2e-3
-    batch_rows: int = 8
+    learning_rate: float = 3e-3
+    batch_rows: int = 4
     row_tokens: int = 512
     d_ff: int = 384
     max_depth: int = 4  # of the chains that are measured
@@ -74,7 +77,7 @@ def sampled(policy: Policy, tok: tokenizer.Tokenizer, settings: Settings) -> lis
     """Return the policy's own responses to training questions that no shipped run trains on."""
     train, _ = questions()
     prompts = [q.prompt for q in train[NUM_FEW : NUM_FEW + settings.responses]]
-    key, limit = step_key(settings.seed, 0), settings.max_new_tokens
+    key, limit = jax.random.key(NOISE + settings.seed), settings.max_new_tokens
     answers = respond(Engine(policy[0]), policy[1], tok, prompts, key, limit)
     return [_response(i, answer) for i, answer in enumerate(answers)]
 
@@ -85,29 +88,32 @@ def _response(number: int, answer: Trajectory) -> Response:
 
 
 def train(
-    policy: Policy, start: EagleWeights, responses: Sequence[Response], settings: Settings
+    policy: Policy, start: EagleWeights, buffer: DataBuffer, settings: Settings
 ) -> tuple[EagleWeights, list[dict[str, float]]]:
-    """Train in stages; return the drafter, of averaged weights, and each step's metrics."""
-    rows, means, drafter = list[dict[str, float]](), list[Any](), start
+    """Return the drafter after all steps, of averaged weights, and each step's metrics."""
+    rows, last = list[dict[str, float]](), list[EagleParams]()
     sizes = {"micro_batches": 1, "batch_rows": settings.batch_rows}
-    shape = DrafterConfig(row_tokens=settings.row_tokens, **sizes)
-    for variant, steps in settings.stages:
-        variant_of = DrafterTrainingConfig(variant, learning_rate=settings.learning_rate)
-        config = OfflineConfig(shape, variant_of, DataBufferConfig(max_bytes=2**29))
-        options = {"seed": settings.seed, "temperature": 1.0, "dtype": jnp.float32}
-        training = OfflineTraining(config, *policy, drafter, **options)
+    config = DrafterConfig(row_tokens=settings.row_tokens, **sizes)
+    variant = DrafterTrainingConfig(settings.variant, learning_rate=settings.learning_rate)
+    given = config, variant, LearnedDrafter(start, config.tree), buffer
+    trainer = DrafterTrainer(*given, seed=settings.seed, temperature=1.0)
+    context = trainer.context(ModelRunner(policy[0], dtype=jnp.float32), policy[1])
+    for step in range(1, settings.steps + 1):
+        trainer.run_steps(1, context)
+        rows += trainer.take_history()
+        last = [*last[1 - settings.averaged_steps :], copied(trainer.state.params)]
+        if step % SAY_EVERY_STEPS == 0:
+            print(f"step {step:5d}  {said(rows[-SAY_EVERY_STEPS:])}", flush=True)
+    mean = jax.tree.map(lambda *leaves: np.mean(leaves, axis=0), *last)
+    return dataclasses.replace(start, params=mean), rows
 
-        def note(step: int, row: dict[str, float], training: OfflineTraining = training) -> None:
-            rows.append(row)
-            weights = jax.tree.map(np.array, training.drafter.params)
-            means[:] = [*means[1 - settings.averaged_steps :], weights]
-            if step % SAY_EVERY_STEPS == 0:
-                print(f"step {len(rows):5d}  {said(rows[-SAY_EVERY_STEPS:])}", flush=True)
 
-        training.train(responses, steps, lambda: False, note)
-        drafter = training.drafter
-    averaged = jax.tree.map(lambda *leaves: np.mean(leaves, axis=0), *means)
-    return dataclasses.replace(drafter, params=averaged), rows
+def states_of(policy: Policy, responses: Sequence[Response], start: EagleWeights) -> DataBuffer:
+    """Return a buffer with the policy's hidden states of all responses."""
+    buffer, (model, params) = DataBuffer(DataBufferConfig()), policy
+    for sequence in hidden_of(responses, params, model, start.config, jnp.float32):
+        buffer.add(sequence, 0)
+    return buffer
 
 
 def mean_of(rows: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -166,9 +172,8 @@ def make(policy_folder: Path, output: Path, settings: Settings) -> None:
     policy, tok = hf.load_pretrained(policy_folder), tokenizer.load(policy_folder)
     responses = sampled(policy, tok, settings)
     start = first(policy[0], settings)
-    drafter, rows = train(policy, start, responses, settings)
-    variant = settings.stages[-1][0]
-    export.write(output, drafter, policy[0], None, policy_folder, variant)
+    drafter, rows = train(policy, start, states_of(policy, responses, start), settings)
+    export.write(output, drafter, policy[0], None, policy_folder, settings.variant)
     proposals = typing.get_args(Proposal)
     write_report(
         output / "trained.json",
