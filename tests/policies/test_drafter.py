@@ -35,6 +35,7 @@ TINY = drafter.Settings(
 )
 
 
+@pytest.mark.soak  # compiles much
 def test_the_recipe_writes_a_folder_that_loads(tmp_path):
     drafter.make(POLICY, tmp_path / "drafter", TINY)
     model = hf.check(POLICY)
