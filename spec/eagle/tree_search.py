@@ -18,7 +18,15 @@ import jax
 import jax.numpy as jnp
 
 from models import kv_cache
-from models.attention import CachedLayer, PartialSoftmax, merged, partial_attention
+from models.attention import (
+    After,
+    CachedLayer,
+    PartialSoftmax,
+    Portable,
+    merged,
+    partial_attention,
+)
+from models.cached_attention import is_in_order
 from models.kv_cache import KEY_AXIS, VALUE_AXIS
 from models.paged_cache import Cache
 from models.transformer import Attend
@@ -82,7 +90,7 @@ def search_from(
     last_B = ends.total_B - 1 - ends.starts(FIRST_TOKEN, at_rest)
     tokens_B1 = jnp.take_along_axis(ends.tokens_BW, jnp.maximum(last_B, 0)[:, None], axis=1)
     o_B1D = drafter.root(tokens_B1, g_BD[:, None])
-    level, columns = jnp.int32(1), drafter.columns()
+    level, columns = jnp.int32(1), drafter.columns(search.num_columns)
     _, _, _, pool = jax.lax.while_loop(
         lambda carry: carry[0] < depth,
         lambda carry: (carry[0] + 1, *drafter.expand(*carry)),
@@ -101,6 +109,7 @@ class _Beams:
     g_BKD: jax.Array
     index_BK: jax.Array
     above_BKX: jax.Array
+    parent_BK: jax.Array  # the parents' columns; −1: the row's last entry
 
 
 @jax.tree_util.register_dataclass
@@ -146,6 +155,28 @@ class _Pool:
         )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Columns:
+    """Keys [B, K, h, X] and values [B, K, X, h] of expanded nodes, and their parents' columns."""
+
+    keys: jax.Array
+    values: jax.Array
+    parents_BX: jax.Array
+
+    def put(
+        self, column: jax.Array, k_BNKh: jax.Array, v_BNKh: jax.Array, parents_BN: jax.Array
+    ) -> _Columns:
+        """Return the columns with N nodes of each row written from `column` on."""
+        put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=column)
+        k_BKhN, v_BKNh = k_BNKh.transpose(0, 2, 3, 1), v_BNKh.transpose(0, 2, 1, 3)
+        return _Columns(
+            kv_cache.pin(put(self.keys, k_BKhN.astype(self.keys.dtype), axis=KEY_AXIS)),
+            kv_cache.pin(put(self.values, v_BKNh.astype(self.values.dtype), axis=VALUE_AXIS)),
+            put(self.parents_BX, parents_BN, axis=1),
+        )
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Drafting:
     """The constants of one call; `cached` are the entries of the cache, of this type."""
@@ -162,16 +193,58 @@ class _Drafting:
         """The last entry of each row; 0 of rows at rest, as no angle may be negative."""
         return jnp.maximum(self.ends.total_B - FIRST_TOKEN - 1, 0)
 
-    def columns(self) -> tuple[jax.Array, jax.Array]:
-        """Return empty columns of keys and values."""
-        B, X, layer = len(self.ends.total_B), self.search.num_columns, self.search.config.layer
+    def columns(self, size: int) -> _Columns:
+        """Return empty columns."""
+        B, layer = len(self.ends.total_B), self.search.config.layer
         K, h = layer.num_kv_heads, layer.head_dim
-        columns = jnp.zeros((B, K, h, X), self.dtype), jnp.zeros((B, K, X, h), self.dtype)
-        return kv_cache.pin(columns[0]), kv_cache.pin(columns[1])
+        keys, values = (
+            jnp.zeros((B, K, h, size), self.dtype),
+            jnp.zeros((B, K, size, h), self.dtype),
+        )
+        parents_BX = jnp.full((B, size), -1, jnp.int32)
+        return _Columns(kv_cache.pin(keys), kv_cache.pin(values), parents_BX)
 
     def of_cache(self, q_BNHh: jax.Array) -> PartialSoftmax:
         """Attend to all entries of the rows, of those at rest to none."""
         return self.cached.of_prefix(q_BNHh, jnp.where(self.ends.max_B > 0, self.last_B + 1, 0))
+
+    def attend(
+        self,
+        q_BNHh: jax.Array,
+        new: _Columns,
+        first: jax.Array,
+        length_B: jax.Array,
+        portable: Portable,
+    ) -> jax.Array:
+        """Attend from N nodes, `first` on, of the X new ones to all before them and themselves.
+
+        These are the first `length` entries of their row, and their ancestors. The kernel of CPUs
+        reads no others; without it, `portable`.
+        """
+        rows = self.cached
+        if not isinstance(rows, kv_cache.Rows) or not is_in_order(
+            self.dtype, rows.values_BKSh, is_paged=False
+        ):
+            return portable()
+        (B, X), N = new.parents_BX.shape, q_BNHh.shape[1]
+        b_B1, x_X = jnp.arange(B, dtype=jnp.int32)[:, None], jnp.arange(X)
+        asks_BX = (x_X >= first) & (x_X < first + N) & (self.ends.max_B > 0)[:, None]
+        after = After(
+            row_X=jnp.where(asks_BX, b_B1, -1).reshape(-1),
+            length_X=jnp.where(asks_BX, length_B[:, None], 0).reshape(-1),
+            parent_X=jnp.where(new.parents_BX < 0, -1, b_B1 * X + new.parents_BX).reshape(-1),
+        )
+
+        def of_all(x_BNHh: jax.Array) -> jax.Array:
+            x_BXHh = jnp.zeros((B, X, *x_BNHh.shape[2:]), x_BNHh.dtype)
+            x_BXHh = jax.lax.dynamic_update_slice_in_dim(x_BXHh, x_BNHh, first, axis=1)
+            return x_BXHh.reshape(B * X, *x_BNHh.shape[2:])
+
+        k_BXKh, v_BXKh = new.keys.transpose(0, 3, 1, 2), new.values.transpose(0, 2, 1, 3)
+        k_XKh, v_XKh = (x.reshape(B * X, *x.shape[2:]) for x in (k_BXKh, v_BXKh))
+        out_XHh = rows.of_new(of_all(q_BNHh), k_XKh, v_XKh, after, lambda: of_all(portable()))
+        out_BXHh = out_XHh.reshape(B, X, *out_XHh.shape[1:])
+        return jax.lax.dynamic_slice_in_dim(out_BXHh, first, N, axis=1)
 
     def outputs(
         self, tokens_BN: jax.Array, g_BND: jax.Array, position_B: jax.Array, look: Attend
@@ -184,9 +257,14 @@ class _Drafting:
     def root(self, tokens_B1: jax.Array, g_B1D: jax.Array) -> jax.Array:
         """Return the outputs of the last entries, whose keys and values the cache has."""
 
-        def look(q_B1Hh: jax.Array, _k: jax.Array, _v: jax.Array) -> jax.Array:
-            attended = self.of_cache(q_B1Hh)
-            return (attended.out / jnp.maximum(attended.total, 1)).astype(self.dtype)
+        def look(q_B1Hh: jax.Array, k_B1Kh: jax.Array, v_B1Kh: jax.Array) -> jax.Array:
+            def portable() -> jax.Array:
+                attended = self.of_cache(q_B1Hh)
+                return (attended.out / jnp.maximum(attended.total, 1)).astype(self.dtype)
+
+            alone = self.columns(1)
+            own = alone.put(jnp.int32(0), k_B1Kh, v_B1Kh, alone.parents_BX)
+            return self.attend(q_B1Hh, own, jnp.int32(0), self.last_B, portable)
 
         return self.outputs(tokens_B1, g_B1D, self.last_B, look)
 
@@ -214,12 +292,13 @@ class _Drafting:
             g_BKD=jnp.broadcast_to(o_B1D, (B, K, o_B1D.shape[-1])),
             index_BK=jnp.broadcast_to(jnp.arange(K, dtype=jnp.int32), (B, K)),
             above_BKX=jnp.zeros((B, K, self.search.num_columns), bool),
+            parent_BK=jnp.full((B, K), -1, jnp.int32),
         )
         return beams, pool.add(jnp.int32(0), at_BK, jnp.full_like(at_BK, -1), sum_BK)
 
     def expand(
-        self, level: jax.Array, columns: tuple[jax.Array, jax.Array], beams: _Beams, pool: _Pool
-    ) -> tuple[tuple[jax.Array, jax.Array], _Beams, _Pool]:
+        self, level: jax.Array, columns: _Columns, beams: _Beams, pool: _Pool
+    ) -> tuple[_Columns, _Beams, _Pool]:
         """Expand the K beams by K children each; the best K are the next beams."""
         B, K, X = beams.above_BKX.shape
         column, first = (level - 1) * K, K + (level - 1) * K * K
@@ -227,13 +306,14 @@ class _Drafting:
         written = [columns]
 
         def look(q_BNHh: jax.Array, k_BNKh: jax.Array, v_BNKh: jax.Array) -> jax.Array:
-            k_BKhN, v_BKNh = k_BNKh.transpose(0, 2, 3, 1), v_BNKh.transpose(0, 2, 1, 3)
-            put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=column)
-            keys = kv_cache.pin(put(columns[0], k_BKhN.astype(columns[0].dtype), axis=KEY_AXIS))
-            values = kv_cache.pin(put(columns[1], v_BKNh.astype(columns[1].dtype), axis=VALUE_AXIS))
-            written[0] = keys, values
-            both = merged(self.of_cache(q_BNHh), partial_attention(q_BNHh, keys, values, seen_BKX))
-            return (both.out / both.total).astype(self.dtype)
+            new = written[0] = columns.put(column, k_BNKh, v_BNKh, beams.parent_BK)
+
+            def portable() -> jax.Array:
+                of_nodes = partial_attention(q_BNHh, new.keys, new.values, seen_BKX)
+                both = merged(self.of_cache(q_BNHh), of_nodes)
+                return (both.out / both.total).astype(self.dtype)
+
+            return self.attend(q_BNHh, new, column, self.last_B + 1, portable)
 
         tokens_BK = _policy_ids(beams.at_BK, self.weights.frozen.draft_ids_U)
         o_BKD = self.outputs(tokens_BK, beams.g_BKD, self.last_B + level, look)
@@ -249,6 +329,7 @@ class _Drafting:
             g_BKD=jnp.take_along_axis(o_BKD, from_BK1, axis=1),
             index_BK=first + chosen_BK,
             above_BKX=jnp.take_along_axis(seen_BKX, from_BK1, axis=1),
+            parent_BK=column + chosen_BK // K,
         )
         return written[0], beams, pool
 

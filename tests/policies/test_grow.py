@@ -9,11 +9,16 @@ import pytest
 from models import transformer
 from models.config import ModelConfig, num_params
 from policies.make import grow
+from spec.eagle import model as eagle
+from spec.eagle.model import EagleWeights
+from spec.eagle.training import unrolled_outputs
+from spec.eagle.training_data import DrafterBatch
 
 QWEN3 = ModelConfig("qwen3", 50, 32, 2, 4, 2, 8, 48, qk_norm=True, tied_embeddings=True)
 QWEN2 = dataclasses.replace(QWEN3, architecture="qwen2", qk_norm=False, qkv_bias=True)
 TOKENS = jax.random.randint(jax.random.key(2), (2, 12), 0, 50)
 LOGITS = jax.jit(transformer.logits, static_argnums=0)
+STEPS = 2  # of the unroll: outputs are read as features
 
 
 @pytest.mark.parametrize("model", [QWEN3, dataclasses.replace(QWEN2, tied_embeddings=False)])
@@ -44,3 +49,47 @@ def test_a_policy_with_wider_heads_has_the_same_logits():
     planted = dataclasses.replace(larger.layers[0], key_norm_h=2 * larger.layers[0].key_norm_h)
     other = dataclasses.replace(larger, layers=(planted, *larger.layers[1:]))
     assert not np.allclose(LOGITS(wider, other, TOKENS), expected, atol=1e-4)
+
+
+def draft_logits(
+    model: ModelConfig, params: transformer.Params, drafter: EagleWeights
+) -> jax.Array:
+    """Logits of a drafter after each token, at each step of an unroll, [J, B, T, V]."""
+
+    @jax.jit
+    def of(params: transformer.Params, weights: eagle.EagleParams) -> jax.Array:
+        rows_BT = jax.numpy.zeros_like(TOKENS)
+        position_BT = rows_BT + jax.numpy.arange(TOKENS.shape[1])
+        hidden_BTD = transformer.hidden(model, params, TOKENS)
+        batch = DrafterBatch(TOKENS, hidden_BTD, position_BT, rows_BT + 1, rows_BT == 0)
+        shared = eagle.frozen(params, None)
+        out_JBTD = unrolled_outputs(drafter.config, weights, shared.embedding_VD, batch, STEPS)
+        return eagle.logits(drafter.config, weights, shared.head_UD, out_JBTD)
+
+    return of(params, drafter.params)
+
+
+def narrow_drafter(model: ModelConfig, design: str = "eagle") -> EagleWeights:
+    shape = eagle.config_for(model, design)
+    shape = dataclasses.replace(shape, layer=dataclasses.replace(shape.layer, d_ff=24))
+    return EagleWeights(shape, eagle.init(shape, jax.random.key(3)))
+
+
+@pytest.mark.parametrize("model", [QWEN3, dataclasses.replace(QWEN2, tied_embeddings=False)])
+def test_a_grown_drafter_has_the_same_logits_as_wide_as_the_policy_and_no_wider_inside(model):
+    params, drafter = transformer.init(model, jax.random.key(0)), narrow_drafter(model)
+    policy = grow.grown(model, params, 3, 4, jax.random.key(1))
+    shape, larger = grow.grown_config(model, 3, 4), grow.grown_drafter(drafter, 3)
+    layer = larger.config.layer
+    assert (layer.d_model, layer.num_heads, layer.d_ff) == (96, 4, 24)
+    expected = draft_logits(model, params, drafter)
+    np.testing.assert_allclose(draft_logits(shape, policy, larger), expected, atol=2e-4)
+    assert float(np.abs(expected[0] - expected[1]).max()) > 0.01
+    planted = dataclasses.replace(larger.params, fc_DE=larger.params.fc_DE.at[:, 96:].mul(1.1))
+    other = dataclasses.replace(larger, params=planted)
+    assert not np.allclose(draft_logits(shape, policy, other), expected, atol=1e-3)
+
+
+def test_a_drafter_of_another_design_cannot_grow():
+    with pytest.raises(ValueError, match="design eagle without a head .* got eagle3"):
+        grow.grown_drafter(narrow_drafter(QWEN3, "eagle3"), 2)

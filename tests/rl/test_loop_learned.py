@@ -116,6 +116,7 @@ def test_a_step_collects_as_many_requests_as_its_part_of_the_buffer_holds():
     learned = SimpleNamespace(config=SimpleNamespace(hidden_width=15))
     config = SimpleNamespace(
         run=SimpleNamespace(seed=3),
+        drafter=SimpleNamespace(steps_after_rollout=1),
         trainer=SimpleNamespace(dtype=np.float32),
         sched=SimpleNamespace(mode="sync"),
         rollout=SimpleNamespace(num_requests=400),
@@ -133,6 +134,8 @@ def test_a_step_collects_as_many_requests_as_its_part_of_the_buffer_holds():
     assert 200 < len(chosen(2)) < 300
     config.sched.mode = "pipeline"  # step 1 is not whole when step 2 begins
     assert 60 < len(chosen(2)) < 140 and 200 < len(chosen(3)) < 300
+    config.drafter.steps_after_rollout = 0
+    assert run.sink(3) is None, "nothing trains on them"
 
 
 def test_idle_workers_of_a_pipeline_train_it(tiny, tmp_path):

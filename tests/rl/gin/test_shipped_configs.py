@@ -104,6 +104,10 @@ class TestConfig:
         if config.policy.directory.startswith("downloads/"):
             policy = PolicyConfig(str(stand_in(tmp_path / "policy")))
             config = dataclasses.replace(config, policy=policy)
+            if (config.drafter.directory or "").startswith("downloads/"):
+                one = str(ROOT / "policies/countdown_drafter")  # as wide as the stand-in
+                drafter = dataclasses.replace(config.drafter, directory=one)
+                config = dataclasses.replace(config, drafter=drafter)
             publish(tmp_path / "downloads")
         inputs = open_inputs(config)
         assert len(inputs.task) >= config.rollout.prompts_per_step

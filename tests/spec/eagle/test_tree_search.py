@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -29,9 +30,10 @@ LENGTH_B = np.array([5, 9, 20])
 IDS = np.array([1, 2, 4, 5, 7, 8, 9, 11, 12, 17, 20, 21], np.int32)
 
 
-def make(design: str, ids: np.ndarray | None, seed: int = 0):
-    config = eagle.config_for(POLICY, design, draft_vocab_size=0 if ids is None else len(ids))
-    policy = transformer.init(POLICY, jax.random.key(seed))
+def make(design: str, ids: np.ndarray | None, seed: int = 0, head_dim: int = 8):
+    model = dataclasses.replace(POLICY, head_dim=head_dim)
+    config = eagle.config_for(model, design, draft_vocab_size=0 if ids is None else len(ids))
+    policy = transformer.init(model, jax.random.key(seed))
     params = eagle.init(config, jax.random.key(seed + 1))
     frozen = eagle.frozen(policy, None if ids is None else jnp.asarray(ids))
     # logits far apart, so that no order hangs on rounding
@@ -137,16 +139,19 @@ def drafted(config, params, frozen, hidden, tokens, ids, *, K, depth, M, tempera
 
 
 @pytest.mark.parametrize(
-    ("design", "ids", "K", "depth", "M"),
+    ("design", "ids", "K", "depth", "M", "head_dim"),
     [
-        ("eagle", None, 3, 3, 12),
-        ("eagle3", IDS, 3, 3, 12),
-        ("eagle", None, 2, 1, 5),
-        ("eagle", None, 2, 4, 5),
+        ("eagle", None, 3, 3, 12, 8),
+        ("eagle3", IDS, 3, 3, 12, 8),
+        ("eagle", None, 2, 1, 5, 8),
+        ("eagle", None, 2, 4, 5, 8),
+        ("eagle", None, 3, 4, 12, 16),  # that the kernel of CPUs takes
     ],
 )
-def test_trees_are_those_of_a_search_that_is_written_out(design, ids, K, depth, M) -> None:
-    setup = make(design, ids)
+def test_trees_are_those_of_a_search_that_is_written_out(
+    design, ids, K, depth, M, head_dim
+) -> None:
+    setup = make(design, ids, head_dim=head_dim)
     tokens_BM, parents_BM, prob_BM, count_B = drafted(*setup, ids, K=K, depth=depth, M=M)
     config, params, frozen, hidden, tokens = setup
     for b in range(B):
