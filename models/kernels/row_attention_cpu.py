@@ -120,11 +120,11 @@ def _mix_of_block(weight_YV, b_Th, ranges_T3, begin, end, out_TGh):  # type: ign
     weight, out, num_rows = weight_YV.ctypes.data, out_TGh[begin].ctypes.data, (end - begin) * G
     for first in range(shared, shared_end, BLOCK):
         b, count = b_Th[first].ctypes.data, min(BLOCK, shared_end - first)
-        mix_all(weight + 4 * (first - shared), V, 1, b, h, out, num_rows, count)
+        mix_all(weight + 4 * (first - shared), V, 1, b, h, out, num_rows, count, 4)
     weight += 4 * (shared_end - shared)
     for first in range(own, end, BLOCK):
         b, count = b_Th[first].ctypes.data, min(BLOCK, end - first)
-        mix_all(weight + 4 * (first - own), V, 1, b, h, out, num_rows, count)
+        mix_all(weight + 4 * (first - own), V, 1, b, h, out, num_rows, count, 4)
 
 
 @fast
@@ -133,9 +133,9 @@ def _spread(weight_YV, a_TGh, ranges_T3, begin, end, out_Th):  # type: ignore[no
     (shared, shared_end, own), (_, G, h), V = ranges_T3[begin], a_TGh.shape, weight_YV.shape[1]
     weight, a, num_rows = weight_YV.ctypes.data, a_TGh[begin].ctypes.data, (end - begin) * G
     out = out_Th.ctypes.data
-    mix_all(weight, 1, V, a, h, out + 4 * shared * h, shared_end - shared, num_rows)
+    mix_all(weight, 1, V, a, h, out + 4 * shared * h, shared_end - shared, num_rows, 4)
     weight += 4 * (shared_end - shared)
-    mix_all(weight, 1, V, a, h, out + 4 * own * h, end - own, num_rows)
+    mix_all(weight, 1, V, a, h, out + 4 * own * h, end - own, num_rows, 4)
 
 
 @fast
