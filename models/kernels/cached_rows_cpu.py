@@ -251,7 +251,7 @@ _serve = cpu_calls.serving(_run)
 
 @fast
 def _begin(call):  # type: ignore[no-untyped-def]
-    X, H, h = cpu_calls.sizes(call, 0, 3)
+    _, H, h = cpu_calls.sizes(call, 0, 3)
     K = cpu_calls.sizes(call, 1, 3)[1]
     row_X, length_X, _ = _places(call)
     total, num_runs = _size(row_X, length_X)
