@@ -76,21 +76,21 @@ def _run_end(row_X, begin):  # type: ignore[no-untyped-def]
 
 
 @fast
-def _positions(row_X, length_X, begin, end, of_row):  # type: ignore[no-untyped-def]
+def _positions(row_X, length_X, num_rows, begin, end, of_row):  # type: ignore[no-untyped-def]
     """Return how many positions a run reads, `of_row` tokens of its row before it; at least 1."""
-    if row_X[begin] < 0:
+    if row_X[begin] < 0 or row_X[begin] >= num_rows:
         return 1
     return (end - begin) * (max(length_X[begin], 0) + of_row + 1)
 
 
 @fast
-def _size(row_X, length_X):  # type: ignore[no-untyped-def]
+def _size(row_X, length_X, num_rows):  # type: ignore[no-untyped-def]
     """Return how many positions all runs read, and how many runs there are."""
     total, num_runs, end, of_row = 0, 0, 0, 0
     while end < len(row_X):
         begin, end = end, _run_end(row_X, end)
         of_row = of_row if begin and row_X[begin - 1] == row_X[begin] else 0
-        total += _positions(row_X, length_X, begin, end, of_row)
+        total += _positions(row_X, length_X, num_rows, begin, end, of_row)
         of_row, num_runs = of_row + end - begin, num_runs + 1
     return total, num_runs
 
@@ -165,7 +165,7 @@ def _attend(q_XHh, k_XKh, v_XKh, keys, values, places, table_BN, part, out_XHh):
     if len(table_BN):
         B, S = len(table_BN), S * table_BN.shape[1]
     G, page_hT = H // K, np.empty((h, values.shape[2] if len(table_BN) else 0), np.float32)
-    k, group, (total, num_runs) = part % K, part // K, _size(row_X, length_X)
+    k, group, (total, num_runs) = part % K, part // K, _size(row_X, length_X, B)
     num_groups = _num_groups(total, num_runs, H, K, h)
     key_path_X, value_path_X = np.empty(X, np.int64), np.empty(X, np.int64)
     of_keys_2, of_values_2 = np.zeros(2, np.int64), np.zeros(2, np.int64)
@@ -183,7 +183,7 @@ def _attend(q_XHh, k_XKh, v_XKh, keys, values, places, table_BN, part, out_XHh):
         b = row_X[begin]
         of_row = of_row if begin and row_X[begin - 1] == b else 0
         is_here = before * num_groups // total == group
-        before += _positions(row_X, length_X, begin, end, of_row)
+        before += _positions(row_X, length_X, B, begin, end, of_row)
         of_row += end - begin
         if not is_here:
             continue
@@ -254,7 +254,9 @@ def _begin(call):  # type: ignore[no-untyped-def]
     _, H, h = cpu_calls.sizes(call, 0, 3)
     K = cpu_calls.sizes(call, 1, 3)[1]
     row_X, length_X, _ = _places(call)
-    total, num_runs = _size(row_X, length_X)
+    is_paged = call[cpu_calls.NUM_INPUTS] > 8
+    num_rows = cpu_calls.sizes(call, 8 if is_paged else 4, 1)[0]
+    total, num_runs = _size(row_X, length_X, num_rows)
     num_parts = K * _num_groups(total, num_runs, H, K, h)
     return cpu_calls.begin(call, num_parts, total * H * h, _task())
 

@@ -120,8 +120,9 @@ def test_parts_are_even(K, num_rows):
     """In number, so that two cores have equally many; and in positions, but for one row's."""
     row_X = np.arange(num_rows, dtype=np.int32)
     length_X = np.random.default_rng(0).integers(200, 800, num_rows).astype(np.int32)
-    total, num_runs = cached_rows_cpu._size(row_X, length_X)
+    total, num_runs = cached_rows_cpu._size(row_X, length_X, num_rows)
     assert (total, num_runs) == (length_X.sum() + num_rows, num_rows)
+    assert cached_rows_cpu._size(row_X, length_X, num_rows - 1)[0] == total - length_X[-1]
     groups = cached_rows_cpu._num_groups(total, num_runs, 3 * K, K, 64)
     assert groups == num_runs or groups * K % 2 == 0
     assert groups * K >= 2
@@ -131,7 +132,7 @@ def test_parts_are_even(K, num_rows):
 
 
 def test_rows_have_the_same_bits_alone():
-    """In whichever group of rows; long enough for several."""
+    """In whichever group of rows, long enough for several; however many positions are dead."""
     given = inputs(24, 12, 600, 3, 3, 64)
     row_X = np.repeat(np.arange(12, dtype=np.int32), 2)
     place = (
@@ -139,8 +140,12 @@ def test_rows_have_the_same_bits_alone():
         50 * row_X,
         np.tile(np.int32([-1, 0]), 12) + np.where(np.arange(24) % 2, 2 * row_X, 0).astype(np.int32),
     )
-    assert cached_rows_cpu._num_groups(*cached_rows_cpu._size(*place[:2]), 9, 3, 64) > 2
+    assert cached_rows_cpu._num_groups(*cached_rows_cpu._size(*place[:2], 12), 9, 3, 64) > 2
     together = ATTEND(*given, *place)
+    none, dead = (0, 0), (0, 110)
+    keys = np.pad(given[3], [none, none, none, dead], constant_values=np.nan)
+    values = np.pad(given[4], [none, none, dead, none], constant_values=np.nan)
+    np.testing.assert_array_equal(ATTEND(*given[:3], keys, values, *place), together)
     for b in range(12):
         two = slice(2 * b, 2 * b + 2)
         q, k, v = (x[two] for x in given[:3])
