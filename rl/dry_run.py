@@ -19,7 +19,7 @@ from rl.runtime.progress import say
 
 _SHOWN_CHARACTERS = 3000  # of the first prompt
 FEWER_PROGRAMS = (
-    "fewer with a larger Engine.min_slots or min_positions, a smaller Engine.max_round_nodes or "
+    "fewer with a larger Engine.min_slots, a smaller Engine.max_round_nodes or "
     "Sampling.max_new_tokens"
 )
 

@@ -36,6 +36,7 @@ from rl.runtime.signals import leave
 KEY = "REPRISE_API_KEY"
 RANK = "Policy.lora_rank=32"
 BUDGET = 'Speculation.budget="goodput"'
+NODES = "Engine.max_round_nodes=64"  # on CPUs, where more nodes take longer in proportion
 TARGETS = "Policy.lora_targets=('attention', 'mlp', 'head')"
 
 
@@ -121,7 +122,8 @@ def _open(args: argparse.Namespace, overrides: Sequence[str]) -> Any:
     from rl.server.records import Records
     from rl.server.service import Served
 
-    settings = overrides if args.gin_file else (RANK, TARGETS, BUDGET, *overrides)
+    own = (RANK, TARGETS, BUDGET, *((NODES,) if devices.has_cpus_alone() else ()))
+    settings = overrides if args.gin_file else (*own, *overrides)
     if not_cached := keep_programs():
         say(f"warning: {not_cached}", sys.stderr)
     policy = Policy(args.policy, *settings, files=args.gin_file)

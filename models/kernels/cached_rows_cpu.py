@@ -1,12 +1,14 @@
 """Attention of new tokens over the rows of a cache, or over pages, on CPUs.
 
 XLA's CPU multiplies small matrices of a batch one after another on one core, and reads dead
-positions. Here each core takes some of the heads, and each row is read once, up to its length.
-Decoding, trees, chunks and training sum in one order, by position (`cpu_sums`), in float32.
+positions. Here a part is some of the rows with one key/value head; a row is read up to its length,
+as float32 or bfloat16. Decoding, trees, chunks and training sum in one order, by position
+(`cpu_sums`), in float32.
 
-Shape suffixes: X tokens, B rows, S positions, N pages of a row, T positions of a page, H heads,
-K key/value heads, G = H/K, h head size, Y queries of one key/value head, V positions that a query
-sees, P tokens of a path. Keys and values of pages are [page, K, T, h].
+A run is up to `AT_ONCE` tokens of a row. Shape suffixes: X tokens, B rows, S positions, N pages of
+a row, T positions of a page, H heads, K key/value heads, G = H/K, h head size, Y queries of one
+key/value head, V positions that a query sees, P tokens of a path. Keys and values of pages are
+[page, K, T, h].
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from models.kernels.cpu_sums import (
     AT_ONCE,
     BLOCK,
     all_dots,
+    as_float,
     dots,
     exponentials,
     fast,
@@ -28,9 +31,10 @@ from models.kernels.cpu_sums import (
     mix,
     mix_all,
 )
-from models.kernels.cpu_tiles import LANES
+from models.kernels.cpu_tiles import LANES, LINE
 
 NAME = "reprise_attend_cached_rows"
+PART_PRODUCTS = 2**19  # of a part, about: with so many it takes longer than to be handed out
 _task = cpu_calls.task_of(NAME)
 
 
@@ -56,10 +60,50 @@ def attend(
     Tokens of no row get zeros. Keys are [B, K, h, S] and values [B, K, S, h], or with a table, of
     pages. Of the values' dtype, [X, H, h].
     """
+    assert keys.dtype == values.dtype, "one size of numbers"
     register()
-    rows = (x.astype(jnp.float32) for x in (q_XHh, k_XKh, v_XKh, keys, values))
+    new = (x.astype(jnp.float32) for x in (q_XHh, k_XKh, v_XKh))
     call = jax.ffi.ffi_call(NAME, jax.ShapeDtypeStruct(q_XHh.shape, jnp.float32))
-    return call(*rows, row_X, length_X, parent_X, *table_BN).astype(v_XKh.dtype)
+    return call(*new, keys, values, row_X, length_X, parent_X, *table_BN).astype(v_XKh.dtype)
+
+
+@fast
+def _run_end(row_X, begin):  # type: ignore[no-untyped-def]
+    end = begin + 1
+    while end < len(row_X) and row_X[end] == row_X[begin] and end < begin + AT_ONCE:
+        end += 1
+    return end
+
+
+@fast
+def _positions(row_X, length_X, num_rows, begin, end, of_row):  # type: ignore[no-untyped-def]
+    """Return how many positions a run reads, `of_row` tokens of its row before it; at least 1."""
+    if row_X[begin] < 0 or row_X[begin] >= num_rows:
+        return 1
+    return (end - begin) * (max(length_X[begin], 0) + of_row + 1)
+
+
+@fast
+def _size(row_X, length_X, num_rows):  # type: ignore[no-untyped-def]
+    """Return how many positions all runs read, and how many runs there are."""
+    total, num_runs, end, of_row = 0, 0, 0, 0
+    while end < len(row_X):
+        begin, end = end, _run_end(row_X, end)
+        of_row = of_row if begin and row_X[begin - 1] == row_X[begin] else 0
+        total += _positions(row_X, length_X, num_rows, begin, end, of_row)
+        of_row, num_runs = of_row + end - begin, num_runs + 1
+    return total, num_runs
+
+
+@fast
+def _num_groups(positions, num_runs, H, K, h):  # type: ignore[no-untyped-def]
+    """Return in how many groups the runs are computed, each with K heads: an even number of parts.
+
+    Few parts leave cores without one, or one core with two.
+    """
+    products = positions * H * h
+    groups = min(-(-products // (K * PART_PRODUCTS)), num_runs)
+    return groups + 1 if K * groups % 2 and groups < num_runs else groups
 
 
 @fast
@@ -94,7 +138,7 @@ def _scores(q_Yh, keys, table_BN, b, k, length, page_hT, score_YV):  # type: ign
         page_Th = keys[max(table_BN[b, first // T], 0), k]
         for s in range(T):
             for j in range(len(page_hT)):
-                page_hT[j, s] = page_Th[s, j]
+                page_hT[j, s] = as_float(page_Th[s, j])
         all_dots(q_Yh, page_hT, 0, min(T, length - first), score_YV, first)
 
 
@@ -110,30 +154,39 @@ def _mix(weight_YV, values, table_BN, b, k, length, num_queries, out_Yh):  # typ
         else:
             value = values[b, k, first:].ctypes.data
         count = min(size, length - first)
-        mix_all(weight + 4 * first, V, 1, value, h, out, num_queries, count)
+        bytes_ = values.itemsize
+        mix_all(weight + 4 * first, V, 1, value, h, out, num_queries, count, bytes_)
 
 
 @fast
-def _attend(q_XHh, k_XKh, v_XKh, keys, values, row_X, length_X, parent_X, table_BN, k, out_XHh):  # type: ignore[no-untyped-def]
-    """Attend with the query heads of key/value head k."""
-    (X, H, h), (B, K, S, _) = q_XHh.shape, values.shape
+def _attend(q_XHh, k_XKh, v_XKh, keys, values, places, table_BN, part, out_XHh):  # type: ignore[no-untyped-def]
+    """Attend with the query heads of one key/value head, for a group of runs."""
+    (X, H, h), (B, K, S, _), (row_X, length_X, parent_X) = q_XHh.shape, values.shape, places
     if len(table_BN):
         B, S = len(table_BN), S * table_BN.shape[1]
     G, page_hT = H // K, np.empty((h, values.shape[2] if len(table_BN) else 0), np.float32)
+    k, group, (total, num_runs) = part % K, part // K, _size(row_X, length_X, B)
+    num_groups = _num_groups(total, num_runs, H, K, h)
     key_path_X, value_path_X = np.empty(X, np.int64), np.empty(X, np.int64)
     of_keys_2, of_values_2 = np.zeros(2, np.int64), np.zeros(2, np.int64)
     keyT_hX, value_Xh = np.empty((h, X), np.float32), np.empty((X, h), np.float32)
     q_Yh = np.empty((AT_ONCE * G, h), np.float32)
-    score_YV = np.empty((AT_ONCE * G, S + X), np.float32)
-    bits_V = np.empty(S + X, np.int32)
+    num_seen = min(max(length_X.max(), 0), S) + X + LINE  # a tile may write a line more
+    score_YV = np.empty((AT_ONCE * G, num_seen), np.float32)
+    bits_V = np.empty(num_seen, np.int32)
     power_V = bits_V.view(np.float32)
     out_Yh, total_Y = np.empty((AT_ONCE * G, h), np.float32), np.empty(AT_ONCE * G, np.float32)
     scale = np.float32(1 / np.sqrt(h))
-    end = 0
+    end, of_row, before = 0, 0, 0
     while end < X:
-        begin, b = end, row_X[end]
-        while end < X and row_X[end] == b and end < begin + AT_ONCE:
-            end += 1
+        begin, end = end, _run_end(row_X, end)
+        b = row_X[begin]
+        of_row = of_row if begin and row_X[begin - 1] == b else 0
+        is_here = before * num_groups // total == group
+        before += _positions(row_X, length_X, B, begin, end, of_row)
+        of_row += end - begin
+        if not is_here:
+            continue
         if b < 0 or b >= B:
             out_XHh[begin:end, k * G : (k + 1) * G] = 0
             continue
@@ -164,7 +217,7 @@ def _attend(q_XHh, k_XKh, v_XKh, keys, values, row_X, length_X, parent_X, table_
 
 
 @fast
-def _run(call, k):  # type: ignore[no-untyped-def]
+def _run(call, part):  # type: ignore[no-untyped-def]
     X, H, h = cpu_calls.sizes(call, 0, 3)
     K = cpu_calls.sizes(call, 1, 3)[1]
     P, _, T, _ = cpu_calls.sizes(call, 4, 4)
@@ -173,13 +226,24 @@ def _run(call, k):  # type: ignore[no-untyped-def]
     if is_paged:
         B, N = cpu_calls.sizes(call, 8, 2)
     q, out = cpu_calls.floats(call, 0, (X, H, h)), cpu_calls.output(call, 0, (X, H, h))
-    new = cpu_calls.floats(call, 1, (X, K, h)), cpu_calls.floats(call, 2, (X, K, h))
-    keys = cpu_calls.floats(call, 3, (P, K, T, h) if is_paged else (P, K, h, T))
-    values = cpu_calls.floats(call, 4, (P, K, T, h))
-    row, length = cpu_calls.integers(call, 5, X), cpu_calls.integers(call, 6, X)
-    parent = cpu_calls.integers(call, 7, X)
+    k, v = cpu_calls.floats(call, 1, (X, K, h)), cpu_calls.floats(call, 2, (X, K, h))
+    places = _places(call)
     table = cpu_calls.integers(call, 8 if is_paged else 5, (B, N))
-    _attend(q, new[0], new[1], keys, values, row, length, parent, table, k, out)
+    of_keys, of_values = (P, K, T, h) if is_paged else (P, K, h, T), (P, K, T, h)
+    if cpu_calls.number_bytes(call, 3) == 4:
+        keys, values = cpu_calls.floats(call, 3, of_keys), cpu_calls.floats(call, 4, of_values)
+        _attend(q, k, v, keys, values, places, table, part, out)
+    else:
+        halves = cpu_calls.halves(call, 3, of_keys), cpu_calls.halves(call, 4, of_values)
+        _attend(q, k, v, halves[0], halves[1], places, table, part, out)
+
+
+@fast
+def _places(call):  # type: ignore[no-untyped-def]
+    """Return the row, the length and the parent of each token."""
+    X = cpu_calls.sizes(call, 0, 1)[0]
+    row, length = cpu_calls.integers(call, 5, X), cpu_calls.integers(call, 6, X)
+    return row, length, cpu_calls.integers(call, 7, X)
 
 
 _serve = cpu_calls.serving(_run)
@@ -187,10 +251,14 @@ _serve = cpu_calls.serving(_run)
 
 @fast
 def _begin(call):  # type: ignore[no-untyped-def]
-    X, H, h = cpu_calls.sizes(call, 0, 3)
-    num_products = np.sum(cpu_calls.integers(call, 6, X)) * H * h
-    num_heads = cpu_calls.sizes(call, 1, 3)[1]
-    return cpu_calls.begin(call, num_heads, num_products, _task())
+    _, H, h = cpu_calls.sizes(call, 0, 3)
+    K = cpu_calls.sizes(call, 1, 3)[1]
+    row_X, length_X, _ = _places(call)
+    is_paged = call[cpu_calls.NUM_INPUTS] > 8
+    num_rows = cpu_calls.sizes(call, 8 if is_paged else 4, 1)[0]
+    total, num_runs = _size(row_X, length_X, num_rows)
+    num_parts = K * _num_groups(total, num_runs, H, K, h)
+    return cpu_calls.begin(call, num_parts, total * H * h, _task())
 
 
 def _functions(stamp):  # type: ignore[no-untyped-def]

@@ -144,6 +144,12 @@ def floats(call, i, shape):  # type: ignore[no-untyped-def]
 
 
 @fast
+def halves(call, i, shape):  # type: ignore[no-untyped-def]
+    """Return an input of bfloat16 as words."""
+    return numba.carray(_pointer(_buffer(call, INPUTS, i)[DATA]), shape, np.uint16)
+
+
+@fast
 def integers(call, i, shape):  # type: ignore[no-untyped-def]
     return numba.carray(_pointer(_buffer(call, INPUTS, i)[DATA]), shape, np.int32)
 

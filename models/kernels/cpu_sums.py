@@ -1,7 +1,8 @@
 """Sums of attention on CPUs, compiled by numba into the kernels that use them.
 
 Each sum runs over positions in their order, and depends on nothing but its terms: a token rounds
-alike in any batch. Shape suffixes: S positions, h head size, V positions that a query sees.
+alike in any batch. Terms of a cache are float32, or bfloat16 as words (uint16), which are widened
+in registers: exactly. Shape suffixes: S positions, h head size, V positions that a query sees.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
-from models.kernels.cpu_tiles import FLOAT, LINE, Code, tile
+from models.kernels.cpu_tiles import FLOAT, INDEX, LINE, Code, tile
 from models.kernels.cpu_tiles import LANES as VECTOR_LANES
 
 BLOCK = 256  # positions whose keys or values stay in a cache of the core
@@ -54,7 +58,20 @@ def mix(weight_V, b_Sh, first, start, end, out_h):  # type: ignore[no-untyped-de
             out_h[j] = w0 * b0[j] + out_h[j]
 
 
-def _dots_tile(queries: int) -> Any:
+@intrinsic
+def as_float(_typing, number):  # type: ignore[no-untyped-def]
+    """Return a float32 as it is, a bfloat16 widened."""
+
+    def code(_context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        if number == types.float32:
+            return arguments[0]
+        bits = builder.shl(builder.zext(arguments[0], INDEX), ir.Constant(INDEX, 16))
+        return builder.bitcast(bits, FLOAT)
+
+    return types.float32(number), code
+
+
+def _dots_tile(queries: int, size_bytes: int) -> Any:
     """Return a function for numba: `dots` of some queries with a line of positions.
 
     It gets the addresses of the queries, of the line in row 0 of b, and of the results, with the
@@ -65,17 +82,18 @@ def _dots_tile(queries: int) -> Any:
         code: Code, a: Any, h: Any, b: Any, width: Any, out: Any, out_width: Any, fetched: Any
     ) -> None:
         starts = range(0, LINE, VECTOR_LANES)
+        load = code.load if size_bytes == 4 else code.load_halves
 
         def add(j: Any, totals: list) -> list:
             row = code.builder.mul(j, width)
             at_N = [code.builder.add(row, code.number(n)) for n in starts]
-            b_N = [code.load(code.place(b, 0, width, at)) for at in at_N]
+            b_N = [load(code.place(b, 0, width, at, size_bytes)) for at in at_N]
             for y in range(queries):
                 a_j = code.everywhere(code.load(code.place(a, y, h, j), FLOAT))
                 for n in range(len(b_N)):
                     i = y * len(b_N) + n
                     totals[i] = code.multiplied(a_j, b_N[n], totals[i])
-            code.fetch(code.place(b, 0, width, code.builder.add(row, fetched)))
+            code.fetch(code.place(b, 0, width, code.builder.add(row, fetched), size_bytes))
             return totals
 
         totals = code.sums([code.zero] * (queries * len(starts)), h, 1, add)
@@ -86,7 +104,7 @@ def _dots_tile(queries: int) -> Any:
     return tile(write)
 
 
-def _mix_tile(rows: int, vectors: int) -> Any:
+def _mix_tile(rows: int, vectors: int, size_bytes: int) -> Any:
     """Return a function for numba: out[y] += Σ_s weight[y, s] · b[s] for vectors of some rows.
 
     It gets the addresses of the weights, of b and of out, how far apart weights are by y and by s,
@@ -98,10 +116,12 @@ def _mix_tile(rows: int, vectors: int) -> Any:
     ) -> None:
         starts = [code.number(VECTOR_LANES * n) for n in range(vectors)]
         places = [code.place(out, y, h, n) for y in range(rows) for n in starts]
+        load = code.load if size_bytes == 4 else code.load_halves
 
         def add(s: Any, totals: list) -> list:
             row, at = code.builder.mul(s, h), code.builder.mul(s, by_s)
-            b_N = [code.load(code.place(b, 0, h, code.builder.add(row, n))) for n in starts]
+            at_N = [code.builder.add(row, n) for n in starts]
+            b_N = [load(code.place(b, 0, h, n, size_bytes)) for n in at_N]
             for y in range(rows):
                 w_s = code.everywhere(code.load(code.place(weight, y, by_y, at), FLOAT))
                 for n in range(vectors):
@@ -116,8 +136,36 @@ def _mix_tile(rows: int, vectors: int) -> Any:
     return tile(write)
 
 
-_dots_4, _dots_2, _dots_1 = (_dots_tile(queries) for queries in (4, 2, 1))
-_mix_2_4, _mix_1_4, _mix_2_1, _mix_1_1 = (_mix_tile(y, n) for n in (4, 1) for y in (2, 1))
+def _dots_of_lines(size_bytes: int) -> Any:
+    """Return a function for numba: `dots` of several queries, line by line of positions.
+
+    It gets addresses, and returns the first position of which it has none.
+    """
+    dots_4, dots_2, dots_1 = (_dots_tile(queries, size_bytes) for queries in (4, 2, 1))
+
+    @fast
+    def lines(a, h, num_queries, b, S, first, end, out, V):  # type: ignore[no-untyped-def]
+        s = first
+        while s < end and s + LINE <= S:
+            y, b_s = 0, b + size_bytes * s
+            while y < num_queries:
+                a_y, out_y = a + 4 * y * h, out + 4 * (y * V + s)
+                if y + 4 <= num_queries:
+                    dots_4(a_y, h, b_s, S, out_y, V, FETCHED)
+                    y += 4
+                elif y + 2 <= num_queries:
+                    dots_2(a_y, h, b_s, S, out_y, V, FETCHED)
+                    y += 2
+                else:
+                    dots_1(a_y, h, b_s, S, out_y, V, FETCHED)
+                    y += 1
+            s += LINE
+        return s
+
+    return lines
+
+
+_dots_of_floats, _dots_of_halves = _dots_of_lines(4), _dots_of_lines(2)
 
 
 @fast
@@ -128,49 +176,62 @@ def all_dots(a_Yh, bT_hS, first, end, out_YV, at):  # type: ignore[no-untyped-de
     """
     (Y, h), S, V = a_Yh.shape, bT_hS.shape[1], out_YV.shape[1]
     a, b, out = a_Yh.ctypes.data, bT_hS.ctypes.data, out_YV.ctypes.data + 4 * (at - first)
-    s = first
-    while s < end and s + LINE <= S:
+    if bT_hS.itemsize == 4:
+        s = _dots_of_floats(a, h, Y, b, S, first, end, out, V)
+    else:
+        s = _dots_of_halves(a, h, Y, b, S, first, end, out, V)
+    if s < end:  # the last positions of all are no whole line
+        tail_hS = np.empty((h, end - s), np.float32)
+        for j in range(h):
+            for i in range(end - s):
+                tail_hS[j, i] = as_float(bT_hS[j, s + i])
+        for y in range(Y):
+            dots(a_Yh[y], tail_hS, 0, 0, end - s, out_YV[y, at + s - first :])
+
+
+def _mix_of_vectors(size_bytes: int) -> Any:
+    """Return a function for numba: `_mix_tile` for all vectors of rows."""
+    mix_2_4, mix_1_4, mix_2_1, mix_1_1 = (
+        _mix_tile(rows, vectors, size_bytes) for vectors in (4, 1) for rows in (2, 1)
+    )
+
+    @fast
+    def mixed(weight, by_y, by_s, b, h, out, num_rows, count):  # type: ignore[no-untyped-def]
         y = 0
-        while y < Y:
-            a_y, out_y = a + 4 * y * h, out + 4 * (y * V + s)
-            if y + 4 <= Y:
-                _dots_4(a_y, h, b + 4 * s, S, out_y, V, FETCHED)
-                y += 4
-            elif y + 2 <= Y:
-                _dots_2(a_y, h, b + 4 * s, S, out_y, V, FETCHED)
-                y += 2
-            else:
-                _dots_1(a_y, h, b + 4 * s, S, out_y, V, FETCHED)
-                y += 1
-        s += LINE
-    for y in range(Y if s < end else 0):
-        dots(a_Yh[y], bT_hS, s, s, end, out_YV[y, at + s - first :])
+        while y < num_rows:
+            w, is_pair, j = weight + 4 * y * by_y, y + 2 <= num_rows, 0
+            while j < h:
+                b_j, out_j = b + size_bytes * j, out + 4 * (y * h + j)
+                if j + 4 * VECTOR_LANES <= h:
+                    if is_pair:
+                        mix_2_4(w, by_y, by_s, b_j, h, out_j, count)
+                    else:
+                        mix_1_4(w, by_y, by_s, b_j, h, out_j, count)
+                    j += 4 * VECTOR_LANES
+                else:
+                    if is_pair:
+                        mix_2_1(w, by_y, by_s, b_j, h, out_j, count)
+                    else:
+                        mix_1_1(w, by_y, by_s, b_j, h, out_j, count)
+                    j += VECTOR_LANES
+            y += 2 if is_pair else 1
+
+    return mixed
+
+
+_mix_floats, _mix_halves = _mix_of_vectors(4), _mix_of_vectors(2)
 
 
 @fast
-def mix_all(weight, by_y, by_s, b, h, out, num_rows, count):  # type: ignore[no-untyped-def]
+def mix_all(weight, by_y, by_s, b, h, out, num_rows, count, size_bytes):  # type: ignore[no-untyped-def]
     """out[y] += Σ_s weight[y, s] · b[s], s in order, as `_mix_tile` does, for all vectors of rows.
 
-    `weight`, `b` and `out` are addresses.
+    `weight`, `b` and `out` are addresses; numbers of b have so many bytes.
     """
-    y = 0
-    while y < num_rows:
-        w, is_pair, j = weight + 4 * y * by_y, y + 2 <= num_rows, 0
-        while j < h:
-            b_j, out_j = b + 4 * j, out + 4 * (y * h + j)
-            if j + 4 * VECTOR_LANES <= h:
-                if is_pair:
-                    _mix_2_4(w, by_y, by_s, b_j, h, out_j, count)
-                else:
-                    _mix_1_4(w, by_y, by_s, b_j, h, out_j, count)
-                j += 4 * VECTOR_LANES
-            else:
-                if is_pair:
-                    _mix_2_1(w, by_y, by_s, b_j, h, out_j, count)
-                else:
-                    _mix_1_1(w, by_y, by_s, b_j, h, out_j, count)
-                j += VECTOR_LANES
-        y += 2 if is_pair else 1
+    if size_bytes == 4:
+        _mix_floats(weight, by_y, by_s, b, h, out, num_rows, count)
+    else:
+        _mix_halves(weight, by_y, by_s, b, h, out, num_rows, count)
 
 
 @fast

@@ -2,11 +2,11 @@
 
 A token sees the shared tokens of its prompt, and its response up to itself: two ranges. So the
 tokens of a prompt must follow one another in a row, and so must a response's, as `rl.packing`
-lays them out. Padding sees itself. Each core takes some of the heads. Sums
-are float32.
+lays them out. Padding sees itself. A part is a segment with one key/value head: a prompt of a row
+with its responses, of which no other token sees anything. Sums are float32.
 
-Shape suffixes: B rows, T tokens of a row, H heads, K key/value heads, G = H/K, h head size,
-Y queries of one key/value head, V positions that a query sees.
+Shape suffixes: B rows, T tokens of a row, or of a segment, H heads, K key/value heads, G = H/K, h
+head size, Y queries of one key/value head, V positions that a query sees.
 """
 
 from __future__ import annotations
@@ -77,6 +77,28 @@ def _call(inputs: tuple[jax.Array, ...], outputs: Any) -> Any:
 
 
 @fast
+def _num_segments(prompt_BT):  # type: ignore[no-untyped-def]
+    num = len(prompt_BT)
+    for prompt_T in prompt_BT:
+        for t in range(1, len(prompt_T)):
+            num += prompt_T[t] != prompt_T[t - 1]
+    return num
+
+
+@fast
+def _segment(prompt_BT, number):  # type: ignore[no-untyped-def]
+    """Return the row of a segment, its first token and its end."""
+    b, first = 0, 0
+    for _ in range(number + 1):
+        if first == prompt_BT.shape[1]:
+            b, first = b + 1, 0
+        begin, first = first, first + 1
+        while first < prompt_BT.shape[1] and prompt_BT[b, first] == prompt_BT[b, begin]:
+            first += 1
+    return b, begin, first
+
+
+@fast
 def _ranges(prompt_T, branch_T, ranges_T3):  # type: ignore[no-untyped-def]
     """Return each token's shared range, first and end, and the first token of its response."""
     own, shared, shared_end = 0, 0, 0
@@ -120,11 +142,11 @@ def _mix_of_block(weight_YV, b_Th, ranges_T3, begin, end, out_TGh):  # type: ign
     weight, out, num_rows = weight_YV.ctypes.data, out_TGh[begin].ctypes.data, (end - begin) * G
     for first in range(shared, shared_end, BLOCK):
         b, count = b_Th[first].ctypes.data, min(BLOCK, shared_end - first)
-        mix_all(weight + 4 * (first - shared), V, 1, b, h, out, num_rows, count)
+        mix_all(weight + 4 * (first - shared), V, 1, b, h, out, num_rows, count, 4)
     weight += 4 * (shared_end - shared)
     for first in range(own, end, BLOCK):
         b, count = b_Th[first].ctypes.data, min(BLOCK, end - first)
-        mix_all(weight + 4 * (first - own), V, 1, b, h, out, num_rows, count)
+        mix_all(weight + 4 * (first - own), V, 1, b, h, out, num_rows, count, 4)
 
 
 @fast
@@ -133,39 +155,39 @@ def _spread(weight_YV, a_TGh, ranges_T3, begin, end, out_Th):  # type: ignore[no
     (shared, shared_end, own), (_, G, h), V = ranges_T3[begin], a_TGh.shape, weight_YV.shape[1]
     weight, a, num_rows = weight_YV.ctypes.data, a_TGh[begin].ctypes.data, (end - begin) * G
     out = out_Th.ctypes.data
-    mix_all(weight, 1, V, a, h, out + 4 * shared * h, shared_end - shared, num_rows)
+    mix_all(weight, 1, V, a, h, out + 4 * shared * h, shared_end - shared, num_rows, 4)
     weight += 4 * (shared_end - shared)
-    mix_all(weight, 1, V, a, h, out + 4 * own * h, end - own, num_rows)
+    mix_all(weight, 1, V, a, h, out + 4 * own * h, end - own, num_rows, 4)
 
 
 @fast
-def _head(x_BTKh, b, k, out_Th):  # type: ignore[no-untyped-def]
+def _head(x_TKh, k, out_Th):  # type: ignore[no-untyped-def]
     for t in range(len(out_Th)):
         for j in range(out_Th.shape[1]):
-            out_Th[t, j] = x_BTKh[b, t, k, j]
+            out_Th[t, j] = x_TKh[t, k, j]
     return out_Th
 
 
 @fast
-def _heads(x_BTHh, b, k, out_TGh):  # type: ignore[no-untyped-def]
+def _heads(x_THh, k, out_TGh):  # type: ignore[no-untyped-def]
     G = out_TGh.shape[1]
     for t in range(len(out_TGh)):
         for g in range(G):
             for j in range(out_TGh.shape[2]):
-                out_TGh[t, g, j] = x_BTHh[b, t, k * G + g, j]
+                out_TGh[t, g, j] = x_THh[t, k * G + g, j]
     return out_TGh
 
 
 @fast
-def _forward(q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT, b, k, out_BTHh, lse_BHT):  # type: ignore[no-untyped-def]
-    """Attend with the query heads of key/value head k in row b."""
-    (_, T, H, h), K = q_BTHh.shape, k_BTKh.shape[2]
+def _forward(q_THh, k_TKh, v_TKh, prompt_T, branch_T, k, out_THh, lse_HT):  # type: ignore[no-untyped-def]
+    """Attend with the query heads of key/value head k in a segment."""
+    (T, H, h), K = q_THh.shape, k_TKh.shape[1]
     G = H // K
     ranges_T3 = np.empty((T, 3), np.int64)
-    _ranges(prompt_BT[b], branch_BT[b], ranges_T3)
-    q_TGh = _heads(q_BTHh, b, k, np.empty((T, G, h), np.float32))
-    keyT_hT = np.ascontiguousarray(_head(k_BTKh, b, k, np.empty((T, h), np.float32)).T)
-    v_Th = _head(v_BTKh, b, k, np.empty((T, h), np.float32))
+    _ranges(prompt_T, branch_T, ranges_T3)
+    q_TGh = _heads(q_THh, k, np.empty((T, G, h), np.float32))
+    keyT_hT = np.ascontiguousarray(_head(k_TKh, k, np.empty((T, h), np.float32)).T)
+    v_Th = _head(v_TKh, k, np.empty((T, h), np.float32))
     out_TGh = np.zeros((T, G, h), np.float32)
     score_YV, bits_V = np.empty((AT_ONCE * G, T + LINE), np.float32), np.empty(T, np.int32)
     power_V, total_Y = bits_V.view(np.float32), np.empty(AT_ONCE * G, np.float32)
@@ -181,30 +203,29 @@ def _forward(q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT, b, k, out_BTHh, lse_B
                 score_V[s] *= scale
             top = highest(score_V)
             total_Y[y] = exponentials(score_V, top, bits_V, power_V)
-            lse_BHT[b, k * G + y % G, t] = top + np.log(total_Y[y])
+            lse_HT[k * G + y % G, t] = top + np.log(total_Y[y])
             score_YV[y, len(score_V) : shared_end - shared + end - own] = 0
         _mix_of_block(score_YV, v_Th, ranges_T3, begin, end, out_TGh)
         for y in range((end - begin) * G):
             t, out_h = begin + y // G, out_TGh[begin + y // G, y % G]
             for j in range(h):
-                out_BTHh[b, t, k * G + y % G, j] = out_h[j] / total_Y[y]
+                out_THh[t, k * G + y % G, j] = out_h[j] / total_Y[y]
 
 
 @fast
 def _backward(
-    q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT, out_BTHh, lse_BHT, dout_BTHh, b, k, dq_BTHh,
-    dk_BTKh, dv_BTKh,
+    q_THh, k_TKh, v_TKh, prompt_T, branch_T, out_THh, lse_HT, dout_THh, k, dq_THh, dk_TKh, dv_TKh,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    """Fill in the gradients of key/value head k and of its query heads in row b."""
-    (_, T, H, h), K = q_BTHh.shape, k_BTKh.shape[2]
+    """Fill in the gradients of key/value head k and of its query heads in a segment."""
+    (T, H, h), K = q_THh.shape, k_TKh.shape[1]
     G = H // K
     ranges_T3 = np.empty((T, 3), np.int64)
-    _ranges(prompt_BT[b], branch_BT[b], ranges_T3)
-    q_TGh = _heads(q_BTHh, b, k, np.empty((T, G, h), np.float32))
-    dout_TGh = _heads(dout_BTHh, b, k, np.empty((T, G, h), np.float32))
-    k_Th = _head(k_BTKh, b, k, np.empty((T, h), np.float32))
+    _ranges(prompt_T, branch_T, ranges_T3)
+    q_TGh = _heads(q_THh, k, np.empty((T, G, h), np.float32))
+    dout_TGh = _heads(dout_THh, k, np.empty((T, G, h), np.float32))
+    k_Th = _head(k_TKh, k, np.empty((T, h), np.float32))
     keyT_hT = np.ascontiguousarray(k_Th.T)
-    valueT_hT = np.ascontiguousarray(_head(v_BTKh, b, k, np.empty((T, h), np.float32)).T)
+    valueT_hT = np.ascontiguousarray(_head(v_TKh, k, np.empty((T, h), np.float32)).T)
     dq_TGh, dk_Th = np.zeros((T, G, h), np.float32), np.zeros((T, h), np.float32)
     dv_Th = np.zeros((T, h), np.float32)
     p_YV = np.empty((AT_ONCE * G, T + LINE), np.float32)
@@ -222,10 +243,10 @@ def _backward(
             p_V, ds_V = p_YV[y, :seen], ds_YV[y, :seen]
             delta = np.float32(0)
             for j in range(h):
-                delta += out_BTHh[b, t, head, j] * dout_TGh[t, y % G, j]
+                delta += out_THh[t, head, j] * dout_TGh[t, y % G, j]
             for s in range(seen):
                 p_V[s] *= scale
-            exponentials(p_V, lse_BHT[b, head, t], bits_V, power_V)
+            exponentials(p_V, lse_HT[head, t], bits_V, power_V)
             for s in range(seen):
                 ds_V[s] = p_V[s] * (ds_V[s] - delta) * scale
             p_YV[y, seen : num_shared + end - own] = 0
@@ -233,8 +254,8 @@ def _backward(
         _mix_of_block(ds_YV, k_Th, ranges_T3, begin, end, dq_TGh)
         _spread(ds_YV, q_TGh, ranges_T3, begin, end, dk_Th)
         _spread(p_YV, dout_TGh, ranges_T3, begin, end, dv_Th)
-    dk_BTKh[b, :, k], dv_BTKh[b, :, k] = dk_Th, dv_Th
-    dq_BTHh[b, :, k * G : (k + 1) * G] = dq_TGh
+    dk_TKh[:, k], dv_TKh[:, k] = dk_Th, dv_Th
+    dq_THh[:, k * G : (k + 1) * G] = dq_TGh
 
 
 @fast
@@ -243,21 +264,24 @@ def _run(call, part):  # type: ignore[no-untyped-def]
     B, T, H, h = cpu_calls.sizes(call, 0, 4)
     K = cpu_calls.sizes(call, 1, 4)[2]
     queries, keys, sums = (B, T, H, h), (B, T, K, h), (B, H, T)
+    prompt = cpu_calls.integers(call, 3, (B, T))
+    k, (b, begin, end) = part % K, _segment(prompt, part // K)
     rows = (
-        cpu_calls.floats(call, 0, queries),
-        cpu_calls.floats(call, 1, keys),
-        cpu_calls.floats(call, 2, keys),
-        cpu_calls.integers(call, 3, (B, T)),
-        cpu_calls.integers(call, 4, (B, T)),
+        cpu_calls.floats(call, 0, queries)[b, begin:end],
+        cpu_calls.floats(call, 1, keys)[b, begin:end],
+        cpu_calls.floats(call, 2, keys)[b, begin:end],
+        prompt[b, begin:end],
+        cpu_calls.integers(call, 4, (B, T))[b, begin:end],
     )
-    first = cpu_calls.output(call, 0, queries)
+    first = cpu_calls.output(call, 0, queries)[b, begin:end]
     if call[cpu_calls.NUM_OUTPUTS] == 2:
-        _forward(*rows, part // K, part % K, first, cpu_calls.output(call, 1, sums))
+        _forward(*rows, k, first, cpu_calls.output(call, 1, sums)[b, :, begin:end])
         return
     dk, dv = cpu_calls.output(call, 1, keys), cpu_calls.output(call, 2, keys)
     out, lse = cpu_calls.floats(call, 5, queries), cpu_calls.floats(call, 6, sums)
-    dout = cpu_calls.floats(call, 7, queries)
-    _backward(*rows, out, lse, dout, part // K, part % K, first, dk, dv)
+    dout = cpu_calls.floats(call, 7, queries)[b, begin:end]
+    given = out[b, begin:end], lse[b, :, begin:end], dout
+    _backward(*rows, *given, k, first, dk[b, begin:end], dv[b, begin:end])
 
 
 _serve = cpu_calls.serving(_run)
@@ -266,7 +290,7 @@ _serve = cpu_calls.serving(_run)
 @fast
 def _begin(call):  # type: ignore[no-untyped-def]
     B, T, H, h = cpu_calls.sizes(call, 0, 4)
-    parts = B * cpu_calls.sizes(call, 1, 4)[2]
+    parts = cpu_calls.sizes(call, 1, 4)[2] * _num_segments(cpu_calls.integers(call, 3, (B, T)))
     return cpu_calls.begin(call, parts, B * T * H * h * 16, _task())
 
 

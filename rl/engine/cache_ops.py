@@ -23,6 +23,7 @@ from spec.sampling import Processing
 from spec.verify import Slots
 
 STATE_COPY_TOKENS = 1024  # hidden states leave in copies of so many positions at most
+COPY_TOKENS = 64  # that a prompt is copied by, in rows
 PAGES_AT_ONCE = 16  # that one call copies, reads or writes
 # Columns of the integer table that becomes the device's slots.
 COLUMNS = ("last_token", "length", "emitted", "limit", "active", "request_id", "top_k", "adapter")
@@ -88,15 +89,32 @@ def insert_rows(
 
 @partial(jax.jit, donate_argnames="cache")
 def copy_rows(
-    cache: KVCache, source_B: jax.Array, target_B: jax.Array, count: jax.Array
+    cache: KVCache,
+    source_B: jax.Array,
+    target_B: jax.Array,
+    count: jax.Array,
+    num_tokens: jax.Array,
 ) -> KVCache:
-    """Copy row `source[i]` to row `target[i]`, for i < count in turn."""
+    """Copy the first `num_tokens` positions of row `source[i]` to `target[i]`, i < count in turn.
 
-    def one(rows: jax.Array, i: jax.Array) -> jax.Array:
-        row = jax.lax.dynamic_slice_in_dim(rows, source_B[i], 1, axis=0)
-        return jax.lax.dynamic_update_slice_in_dim(rows, row, target_B[i], axis=0)
+    In blocks, so that a long row's dead positions cost nothing; the last one has a few more.
+    """
+    block_tokens = min(COPY_TOKENS, cache.num_positions)
+    num_blocks = (num_tokens + block_tokens - 1) // block_tokens
 
-    return _each(count, lambda i, cache: jax.tree.map(partial(one, i=i), cache), cache)
+    def one(rows: jax.Array, kind: Kind, i: jax.Array) -> jax.Array:
+        sizes = [1, *rows.shape[1:]]
+        sizes[kind.axis] = block_tokens
+        starts = [jnp.int32(0)] * 4
+        starts[kind.axis] = (i % num_blocks) * block_tokens
+        row = i // num_blocks
+        block = jax.lax.dynamic_slice(rows, [source_B[row], *starts[1:]], sizes)
+        return jax.lax.dynamic_update_slice(rows, block, [target_B[row], *starts[1:]])
+
+    def step(i: jax.Array, cache: KVCache) -> KVCache:
+        return map_arrays(partial(one, i=i), cache)
+
+    return _each(count * num_blocks, step, cache)
 
 
 def _each(

@@ -8,10 +8,12 @@ from typing import Literal, Self, get_args
 from rl.gin.values import found_size
 from spec.buckets import bucket, buckets
 
+FEWEST_POSITIONS = 64  # of a bucket, unless `min_positions` says otherwise
 POSITIONS_MULTIPLE = 128  # the last bucket of positions is a multiple of it
 PART_MULTIPLE = 32  # and the others
 POSITION_PARTS = (8, 2)  # of the last bucket: the others
 CacheKind = Literal["auto", "rows", "pages"]
+MAY_BE_ZERO = ("pages", "min_positions")
 MAX_PAIRS = 12  # of slots and positions
 
 
@@ -20,16 +22,18 @@ class EngineConfig:
     """Settings of a rollout worker on its devices; none of them changes a token.
 
     `slots` requests run at once. The engine compiles programs for each bucket: of slots
-    `min_slots`, 2 · `min_slots`, … up to `slots`; of cache positions the longest request, a half
-    and an eighth of it, never below `min_positions`. Fewer buckets compile faster. A round has a
-    root for each slot, draft tokens and tokens of cached responses: `max_round_nodes` caps all of
-    them (never below twice the slots), `max_nodes` one request's. Up to `rounds_per_fetch`
-    rounds without draft tokens of the host run between two fetches. Beside its nodes a round
-    computes `prefill_rows` chunks of prompts, of `prefill_chunk_tokens` each (in rows at most
-    `min_positions`).
+    `min_slots`, 2 · `min_slots`, … up to `slots`, and of nodes. Fewer buckets compile faster. A
+    round has a root for each slot, draft tokens and tokens of cached responses: `max_round_nodes`
+    caps all of them (never below twice the slots), `max_nodes` one request's. Up to
+    `rounds_per_fetch` rounds without draft tokens of the host run between two fetches. Beside its
+    nodes a round computes `prefill_rows` chunks of prompts, of `prefill_chunk_tokens` each.
 
     `cache` is "rows", one of the longest request's length for each slot, or "pages" of
-    `page_tokens` positions, as many as a request has tokens; "auto": rows on CPUs. There are
+    `page_tokens` positions, as many as a request has tokens; "auto": rows on CPUs. Rows have their
+    length from the start, since CPUs read live positions only, unless all would take more than 1
+    GiB or `min_positions` is set: then they start with an eighth, at least `min_positions` (0: 64),
+    and grow to a half and the whole, which are programs of their own. Chunks of prompts are at most
+    as long as the least of these. There are
     `pages` in all (0: as many as all slots can need); if they run out, the newest requests pause
     and are computed again, with the same tokens. "auto" chooses `slots` and `pages` that fit the
     device's memory (`rl.preflight.sizes`).
@@ -37,7 +41,7 @@ class EngineConfig:
 
     slots: int | Literal["auto"] = 64
     min_slots: int = 4
-    min_positions: int = 64
+    min_positions: int = 0
     rounds_per_fetch: int = 16
     max_nodes: int = 32
     max_round_nodes: int = 1024
@@ -49,7 +53,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value, low = getattr(self, field.name), 0 if field.name == "pages" else 1
+            value, low = getattr(self, field.name), 0 if field.name in MAY_BE_ZERO else 1
             if isinstance(value, int) and value < low:
                 raise ValueError(f"{field.name} must be at least {low}, got {value}")
         kinds = get_args(CacheKind)
@@ -98,7 +102,12 @@ class EngineConfig:
     def chunk_tokens(self, longest_tokens: int, is_paged: bool) -> int:
         """The tokens of a chunk: as many positions are in every bucket of rows, and in any slot."""
         paged_tokens = self.slot_pages(longest_tokens) * self.page_tokens
-        return min(self.prefill_chunk_tokens, paged_tokens if is_paged else self.min_positions)
+        return min(self.prefill_chunk_tokens, paged_tokens if is_paged else self.fewest_positions)
+
+    @property
+    def fewest_positions(self) -> int:
+        """The least positions of a row."""
+        return self.min_positions or FEWEST_POSITIONS
 
     def drawing_chunks(self, num_slots: int, chunk_tokens: int) -> list[int]:
         """Return the numbers of chunks of passes that draw after their tokens, smallest first."""
@@ -111,12 +120,13 @@ class EngineConfig:
         return bucket(num_requests, self.min_slots, max(self.max_slots, self.min_slots))
 
     def position_sizes(self, longest_tokens: int) -> list[int]:
-        """Return the buckets of cache positions, smallest first, for requests of `longest_tokens`.
+        """Return the positions of rows that grow, smallest first, for requests of `longest_tokens`.
 
-        Each is a program for every batch and round. Until a request has grown to 18k positions its
-        rounds read 1.41 times the keys that it has; with all sizes 64 · 2^i it would be 1.28.
+        Each is a program for every batch and round. Where dead positions are read too, rounds read
+        1.41 times the keys that a request has until it has grown to 18k positions; with all sizes
+        64 · 2^i it would be 1.28.
         """
-        low = self.min_positions
+        low = self.fewest_positions
         if longest_tokens <= low:
             return [low]
         last = _rounded_up(longest_tokens, min(low, POSITIONS_MULTIPLE))

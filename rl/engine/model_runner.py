@@ -34,6 +34,7 @@ from spec.page_table import spread
 T = TypeVar("T")
 # jax lists an array's shards when it is first read: two threads at once see half of them
 _placing = threading.Lock()
+ONE_SIZE_BYTES = 2**30  # of all rows, at most: they have their whole length from the start
 MOST_AT_ONCE = 2  # programs of a CPU; each has parts for several cores
 MAX_DRAWING_TOKENS = 32  # of a chunk
 
@@ -199,7 +200,19 @@ class ModelRunner:
 
     def position_sizes(self, num_slots: int) -> list[int]:
         """Return the buckets of positions of `num_slots` rows, smallest first."""
-        return self.config.batch_positions(num_slots, self.most_slots, self.longest_tokens)
+        sizes = self.config.batch_positions(num_slots, self.most_slots, self.longest_tokens)
+        return sizes if self._rows_grow(sizes[-1]) else sizes[-1:]
+
+    def _rows_grow(self, num_positions: int) -> bool:
+        """Return whether rows start shorter than so many positions."""
+        if self.config.min_positions:
+            return True
+        model, states = self.model, 0
+        if self.feature_layers is not None:
+            states = model.d_model * (len(self.feature_layers) + 1)
+        numbers = 2 * model.num_layers * model.num_kv_heads * model.head_dim + states
+        row_bytes = num_positions * numbers * self.dtype.itemsize
+        return self.most_slots * row_bytes > ONE_SIZE_BYTES
 
     def round_positions(self, num_slots: int) -> list[int]:
         """Return the positions of rounds of `num_slots`, smallest first; one if they are pages."""
@@ -245,10 +258,11 @@ class ModelRunner:
         return min((B for B in self.first_slots if B >= needed), default=needed)
 
     def copy_rows(
-        self, cache: kv_cache.KVCache, copies: Sequence[tuple[int, int]]
+        self, cache: kv_cache.KVCache, copies: Sequence[tuple[int, int]], num_tokens: int
     ) -> kv_cache.KVCache:
-        """Copy rows, (from, to)."""
-        return cache_ops.copy_rows(cache, *_pairs(copies, cache.num_slots))
+        """Copy the first `num_tokens` positions of rows, (from, to)."""
+        pairs = _pairs(copies, cache.num_slots)
+        return cache_ops.copy_rows(cache, *pairs, np.int32(num_tokens))
 
     def no_chunks(self, num_chunks: int, chunk_tokens: int | None = None) -> np.ndarray:
         """Return a table for `Chunks.of_table` with nothing but padding."""

@@ -1,4 +1,4 @@
-"""The cache of a worker's slots as rows of one length, which grows with the longest request."""
+"""The cache of a worker's slots as rows of one length, which may grow with the longest request."""
 
 from __future__ import annotations
 
@@ -108,8 +108,10 @@ class RowMemory:
 
     def share(self, copies: Sequence[tuple[int, int]], table: SlotTable) -> list[int]:
         """Copy prompts, (from row, to row); return the rows that have theirs."""
-        self.cache = self._runner.copy_rows(self.held, copies)
-        return [row for _, row in copies]
+        rows = [row for _, row in copies]
+        num_tokens = int(table.prompt_tokens_B[rows].max())
+        self.cache = self._runner.copy_rows(self.held, copies, num_tokens)
+        return rows
 
     def insert(self, entering: Sequence[tuple[HostKv, int]]) -> None:
         """Write keys and values from the host to the starts of rows, which have room for them."""

@@ -102,6 +102,14 @@ def warning() -> str | None:
     return fallback(jax.default_backend(), jax.config.jax_platforms, nodes, _plugins())
 
 
+def has_cpus_alone() -> bool:
+    """Return whether this process can get no device but CPUs; opens none."""
+    import jax
+
+    asked = jax.config.jax_platforms
+    return asked == "cpu" or not (asked or _plugins())
+
+
 def _plugins() -> list[str]:
     return [plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")]
 

@@ -73,7 +73,7 @@ def check_mappings(progress: str) -> None:
             f"{progress}, and this process holds {held:,} of the {limit:,} memory mappings that "
             f"Linux allows one (vm.max_map_count): XLA would crash. Allow more (sysctl -w "
             f"vm.max_map_count={4 * limit}), or compile fewer buckets: a larger "
-            "Engine.min_positions or min_slots, a smaller Engine.max_round_nodes"
+            "Engine.min_slots, a smaller Engine.max_round_nodes"
         )
 
 

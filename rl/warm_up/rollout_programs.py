@@ -321,11 +321,12 @@ class Pool:
         engine, moves, P = self.engine, self.reach.moves, self.engine.config.prefill_rows
         states = [min(cache_ops.STATE_COPY_TOKENS, S) for S in self.positions]
         states = [] if engine.feature_layers is None else sorted({*states})
+        lengths = engine.config.position_sizes(engine.longest_tokens)  # of rows from the host
         for B, S in self.buckets:
             yield Program(cache_ops.copy_rows, partial(self._copy, B, S), S)
             for new in self._changes(B, S):
                 yield from (self._resize(B, S, *new, *kind) for kind in self.kinds)
-            for T in self.positions if moves else ():
+            for T in sorted({*lengths, S}) if moves else ():
                 if T <= S:
                     yield Program(cache_ops.insert_rows, partial(self._insert, B, S, T), S)
             if states:
@@ -352,7 +353,7 @@ class Pool:
 
     def _copy(self, B: int, S: int) -> Arguments:
         pairs = np.zeros(B, np.int32)
-        return (self.engine.empty_cache(B, S), pairs, pairs, np.int32(0)), {}
+        return (self.engine.empty_cache(B, S), pairs, pairs, np.int32(0), np.int32(1)), {}
 
     def _insert(self, B: int, S: int, T: int) -> Arguments:
         engine, pairs = self.engine, np.zeros(B, np.int32)

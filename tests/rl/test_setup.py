@@ -9,7 +9,7 @@ import pytest
 from live_by_hand import live_slots
 
 from models.config import ModelConfig
-from rl import setup
+from rl import serve, setup
 from rl.config import TrainConfig
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
@@ -22,21 +22,44 @@ from rl.warm_up.rollout_programs import Reach
 from spec.budget.budget import FixedBudget, best_trees, equal_trees
 from spec.config import SamplingConfig
 
-DEFAULT = Path(__file__).parents[2] / "configs" / "tiny_cpu.gin"
-MOST = 12  # of rollouts and training
+CONFIGS = Path(__file__).parents[2] / "configs"
+DEFAULT = CONFIGS / "tiny_cpu.gin"
+MOST = {"tiny_cpu": 6, "epochs_tiny": 12, "ahead_tiny": 25, "countdown_cpu": 10}  # of rollouts
+MOST_OF_SERVER = 20
 MOST_LONG = 60  # of 256 slots and 18k positions, with the engine's defaults
 
 
-def count(*overrides):
-    config = load(TrainConfig, [DEFAULT], overrides)
-    return num_whole_model(config, open_policy(config.policy.directory)[1], is_cpu=True)
+def count(*overrides, name="tiny_cpu"):
+    config = load(TrainConfig, [CONFIGS / f"{name}.gin"], overrides)
+    model = open_policy(load(TrainConfig, [DEFAULT]).policy.directory)[1]
+    return num_whole_model(config, model, is_cpu=True)
 
 
 def test_the_default_run_drafts_and_compiles_few_programs_of_the_whole_policy():
     assert load(TrainConfig, [DEFAULT]).speculation.enabled
-    assert count("Speculation.budget='off'") < count() <= MOST - 1  # training has one
-    # a size more, and the count knows
-    assert count("Engine.min_slots=2") > MOST
+    assert count("Speculation.budget='off'") < count()
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_shipped_runs_compile_few_programs_on_cpus(name):
+    assert count(name=name) <= MOST[name]
+    # a size of slots more, or positions in sizes, and the count knows
+    assert count("Engine.min_slots=2", name=name) > MOST[name]
+    assert count("Engine.min_positions=64", name=name) > MOST[name]
+
+
+def test_a_server_on_cpus_compiles_few_programs():
+    """As `rl.serve` and `rl.stream` set it up."""
+    config = load(TrainConfig, [DEFAULT], ["Speculation.budget='goodput'"])
+    settings = EngineConfig(cache="rows", max_round_nodes=int(serve.NODES.partition("=")[2]))
+    model = open_policy(config.policy.directory)[1]
+    reach = Reach(settings.max_slots, 256, speculative=True)
+
+    def of(settings):
+        engine = Engine(model, settings)
+        return compile_buckets.num_whole_model(engine, config.sampling, reach)
+
+    assert of(settings) <= MOST_OF_SERVER < of(EngineConfig(cache="rows"))
 
 
 ALONE = "Speculation.sources=('learned',)"

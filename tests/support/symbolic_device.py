@@ -273,10 +273,10 @@ class SymbolicEngine(Engine):
     def empty_pending(self, num_slots):
         return []
 
-    def copy_rows(self, cache, copies):
+    def copy_rows(self, cache, copies, num_tokens):
         for source, target in copies:
             for [array] in (cache.keys, cache.values):
-                array[target] = array[source]
+                array[target, :, :num_tokens] = array[source, :, :num_tokens]
         return cache
 
     def insert_kv(self, cache, entering):

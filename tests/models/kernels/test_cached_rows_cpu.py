@@ -88,6 +88,71 @@ def test_pages_and_rows_have_the_same_bits(page_tokens):
     np.testing.assert_array_equal(got, ATTEND(q, k, v, keys, values, *place))
 
 
+@pytest.mark.parametrize("page_tokens", [0, 40])
+def test_a_bfloat16_cache_is_read_as_it_is(page_tokens):
+    """With the bits of one that is converted first; no program converts it."""
+    K, G, h, B = 3, 3, 16, 4
+    q, k, v, keys, values = (x.astype(jnp.bfloat16) for x in inputs(4 * B, B, 200, K, G, h))
+    row_X = np.repeat(np.arange(B, dtype=np.int32), 4)
+    at_X = np.arange(4 * B, dtype=np.int32)
+    place = row_X, np.int32([200, 0, 77, 133])[row_X], np.where(at_X % 4, at_X - 1, -1)
+    table_BN = ()
+    if page_tokens:
+        keys, values = (rng_pages(i, (21, K, page_tokens, h)) for i in range(2))
+        table_BN = (np.random.default_rng(1).permutation(20).reshape(B, 5).astype(np.int32),)
+    wide = (x.astype(jnp.float32) for x in (keys, values))
+    got = ATTEND(q, k, v, keys, values, *place, *table_BN)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got, ATTEND(q, k, v, *wide, *place, *table_BN))
+    text = ATTEND.lower(q, k, v, keys, values, *place, *table_BN).as_text()
+    for x in (keys, values):
+        shape = "x".join(map(str, x.shape))
+        assert f"{shape}xbf16" in text and f"{shape}xf32" not in text
+
+
+def rng_pages(seed, shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("K", [1, 2, 3])
+@pytest.mark.parametrize("num_rows", [2, 3, 16, 64])
+def test_parts_are_even(K, num_rows):
+    """In number, so that two cores have equally many; and in positions, but for one row's."""
+    row_X = np.arange(num_rows, dtype=np.int32)
+    length_X = np.random.default_rng(0).integers(200, 800, num_rows).astype(np.int32)
+    total, num_runs = cached_rows_cpu._size(row_X, length_X, num_rows)
+    assert (total, num_runs) == (length_X.sum() + num_rows, num_rows)
+    assert cached_rows_cpu._size(row_X, length_X, num_rows - 1)[0] == total - length_X[-1]
+    groups = cached_rows_cpu._num_groups(total, num_runs, 3 * K, K, 64)
+    assert groups == num_runs or groups * K % 2 == 0
+    assert groups * K >= 2
+    before = np.cumsum(length_X + 1) - length_X - 1
+    work = np.bincount(before * groups // total, length_X + 1, groups)
+    assert np.abs(work - total / groups).max() <= 801
+
+
+def test_rows_have_the_same_bits_alone():
+    """In whichever group of rows, long enough for several; however many positions are dead."""
+    given = inputs(24, 12, 600, 3, 3, 64)
+    row_X = np.repeat(np.arange(12, dtype=np.int32), 2)
+    place = (
+        row_X,
+        50 * row_X,
+        np.tile(np.int32([-1, 0]), 12) + np.where(np.arange(24) % 2, 2 * row_X, 0).astype(np.int32),
+    )
+    assert cached_rows_cpu._num_groups(*cached_rows_cpu._size(*place[:2], 12), 9, 3, 64) > 2
+    together = ATTEND(*given, *place)
+    none, dead = (0, 0), (0, 110)
+    keys = np.pad(given[3], [none, none, none, dead], constant_values=np.nan)
+    values = np.pad(given[4], [none, none, dead, none], constant_values=np.nan)
+    np.testing.assert_array_equal(ATTEND(*given[:3], keys, values, *place), together)
+    for b in range(12):
+        two = slice(2 * b, 2 * b + 2)
+        q, k, v = (x[two] for x in given[:3])
+        alone = ATTEND(q, k, v, *given[3:], *(x[two] for x in place[:2]), np.int32([-1, 0]))
+        np.testing.assert_array_equal(alone, together[two])
+
+
 def test_many_calls_at_once_share_the_threads():
     """Two programs run at a time, each with calls that depend on one another."""
     given = inputs(32, 8, 512, 4, 2, 32)

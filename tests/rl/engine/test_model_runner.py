@@ -4,6 +4,7 @@ import os
 import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from shapes import PLAIN
@@ -106,7 +107,7 @@ def test_rows_stay_in_shards_however_they_are_filled(engine, params):
         assert all(x.sharding.is_equivalent_to(y.sharding, x.ndim) for x, y in pairs)
         cache = cache_ops.write_chunks(cache, entries, args[-1])
         assert not misplaced(engine, cache)
-        cache = engine.copy_rows(cache, [(0, 2)])
+        cache = engine.copy_rows(cache, [(0, 2)], 2)
         assert not misplaced(engine, cache)
         [kv] = engine.read_kv(cache, [0], [2])
         cache = engine.insert_kv(cache, [(kv, 3)])
@@ -119,6 +120,22 @@ def test_rows_stay_in_shards_however_they_are_filled(engine, params):
         wanted = fitting_sharding(engine.mesh, states_CW.shape, (None, "features"))
         assert start == 0 and states_CW.sharding.is_equivalent_to(wanted, 2)
         np.testing.assert_array_equal(states_CW[:2], kv.entries.features[0][0])
+
+
+def test_rows_have_their_length_from_the_start_unless_they_are_large_or_told_to_grow():
+    def sizes(longest_tokens, *, min_positions=0, **options):
+        config = EngineConfig(slots=64, min_positions=min_positions, cache="rows")
+        runner = ModelRunner(MODEL, config, **options)
+        runner.expect(64, longest_tokens)
+        assert runner.round_positions(64) == runner.position_sizes(64)
+        return runner.round_positions(64)
+
+    assert sizes(1000) == [1024]
+    assert sizes(1000, min_positions=100) == [128, 512, 1000]
+    # 256 bytes a position in float32: 1.2 GiB, half of it, and with hidden states as much again
+    assert sizes(80_000) == [10_016, 40_000, 80_000]
+    assert sizes(80_000, dtype=jnp.bfloat16) == [80_000]
+    assert len(sizes(80_000, dtype=jnp.bfloat16, feature_layers=(0, 0, 0))) == 3
 
 
 def test_steps_are_lowered_without_a_cache(engine, params):
