@@ -13,7 +13,7 @@ import numpy as np
 
 from models.folder import Folder
 from rl.cluster.processes import ALONE, Processes
-from rl.engine.stats import RoundRecord, seconds_saved
+from rl.engine.stats import RoundRecord, seconds_saved, undisturbed
 from rl.runtime.run_files import SECONDS_FILE
 from spec.budget.goodput import DEVICE_SOURCES
 from spec.round_times import Bucket, RoundTimes, RunSeconds, StepSeconds
@@ -31,8 +31,10 @@ def step_seconds(
 ) -> StepSeconds:
     """Return the seconds of a step's rounds, and the seconds that its drafts saved at its pace.
 
-    Budgets decided by `times`. Tokens of reuse are left out of the savings.
+    Budgets decided by `times`. Left out are rounds that were disturbed, and of the savings tokens of
+    reuse.
     """
+    rounds = undisturbed(rounds, times)
     return StepSeconds(
         sum(r.ended_s - r.began_s for r in rounds),
         seconds_saved([r for r in rounds if not r.cached_nodes], at_its_pace(rounds, times)),
@@ -43,8 +45,8 @@ def step_seconds(
 
 def at_its_pace(rounds: Sequence[RoundRecord], times: RoundTimes) -> RoundTimes:
     """Return the table as a step's rounds alone correct it: a busy machine slows all of them."""
-    step = RunSeconds()
-    step.played(StepSeconds(0.0, 0.0, _by_bucket(rounds, times), True))
+    step, kept = RunSeconds(), undisturbed(rounds, times)
+    step.played(StepSeconds(0.0, 0.0, _by_bucket(kept, times), True))
     return step.corrected(times)
 
 
