@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 
 MAX_SECONDS = 1e5  # of a round
 ROUND, CHUNKS, DRAFT = "packed round", "draws in chunks", "draft "  # names of tables
+SHORT = "packed round of short rows"
+SHORT_PART, LIVE_PART = 8, 2  # of the positions are live in short rows, and in all other tables
 CHUNKS_USED = 0.75  # measured with configs/epochs_tiny.gin: the last chunk of a response is cut
 NODES_USED = 0.6  # as well: chains are cut, and slots whose prompts are computed have none
 Table = Mapping[tuple[int, int, int], float]
@@ -35,9 +37,10 @@ def monotone(seconds: Table) -> dict[tuple[int, int, int], float]:
 class RoundTimes:
     """Seconds of a round by (slots, nodes, positions), measured on this device and shape.
 
-    `draft_seconds` are the additional seconds of each drafter on the device, by (slots, depth,
-    positions); `chunk_seconds` the seconds of passes that draw after the tokens of chunks, by
-    (slots, tokens of chunks, positions).
+    Half of the positions are live, in `short_seconds` an eighth: a plain round gains more by it
+    than one with draft tokens. `draft_seconds` are the additional seconds of each drafter on the
+    device, by (slots, depth, positions); `chunk_seconds` the seconds of passes that draw after the
+    tokens of chunks, by (slots, tokens of chunks, positions).
     """
 
     def __init__(
@@ -45,22 +48,42 @@ class RoundTimes:
         seconds: Table,
         draft_seconds: Mapping[str, Table] | None = None,
         chunk_seconds: Table | None = None,
+        short_seconds: Table | None = None,
     ) -> None:
         self._seconds, self._chunks = dict(seconds), dict(chunk_seconds or {})
+        self._short = dict(short_seconds or {})
         self._drafts = {name: dict(table) for name, table in (draft_seconds or {}).items()}
 
     def put(self, more: RoundTimes) -> None:
         """Replace the seconds of some rounds."""
         self._seconds.update(more._seconds)
+        self._short.update(more._short)
         self._chunks.update(more._chunks)
+
+    def longer(self, num_slots: int, num_nodes: int, num_positions: int) -> RoundTimes:
+        """Return what holds for a longer bucket as long as it is not measured: the longest one."""
+        size, bucket = (num_slots, num_nodes), (num_slots, num_nodes, num_positions)
+        last = max(b for b in self._seconds if b[:2] == size)
+        return RoundTimes({bucket: self._seconds[last]})
 
     @property
     def rounds(self) -> Table:
         """The seconds of rounds without drafting on the device."""
         return dict(self._seconds)
 
-    def __call__(self, num_slots: int, num_nodes: int, num_positions: int) -> float | None:
-        return self._seconds.get((num_slots, num_nodes, num_positions))
+    def __call__(
+        self, num_slots: int, num_nodes: int, num_positions: int, live_tokens: float | None = None
+    ) -> float | None:
+        """Return the seconds of a round with so many live positions a row, by mean; None: half.
+
+        t(short) + (t − t(short)) · (live − S/8) / (S/2 − S/8),  never below t(short)
+        """
+        bucket = num_slots, num_nodes, num_positions
+        taken_s, short_s = self._seconds.get(bucket), self._short.get(bucket)
+        if taken_s is None or short_s is None or live_tokens is None:
+            return taken_s
+        low, high = num_positions / SHORT_PART, num_positions / LIVE_PART
+        return short_s + max(taken_s - short_s, 0.0) * max(live_tokens - low, 0.0) / (high - low)
 
     def draft(self, name: str, num_slots: int, depth: int, num_positions: int) -> float:
         """Interpolate the seconds between the measured depths; 0 if none is measured."""
@@ -72,16 +95,20 @@ class RoundTimes:
         return t0 if d0 == d1 else t0 + (t1 - t0) * (depth - d0) / (d1 - d0)
 
     def scaled(self, factor: float, rounds: Table) -> RoundTimes:
-        """Return `rounds`, with these seconds of drafts and chunks times a factor."""
+        """Return `rounds`, with these seconds of drafts and chunks times a factor.
+
+        Seconds of short rows keep their ratio to the others.
+        """
         drafts = self._drafts.items()
         scaled = {name: {at: factor * s for at, s in table.items()} for name, table in drafts}
         chunks = {at: factor * s for at, s in self._chunks.items()}
-        return RoundTimes(rounds, scaled, chunks)
+        short = {at: s * rounds[at] / self._seconds[at] for at, s in self._short.items()}
+        return RoundTimes(rounds, scaled, chunks, short)
 
     def without_drafts(self, name: str) -> RoundTimes:
         """Return the same without the seconds of a drafter."""
         drafts = {n: t for n, t in self._drafts.items() if n != name}
-        return RoundTimes(self._seconds, drafts, self._chunks)
+        return RoundTimes(self._seconds, drafts, self._chunks, self._short)
 
     def chunks_pay(self, num_slots: int, num_positions: int, chunk_tokens: int) -> bool:
         """Return True if a round verifies a known token faster in a chunk than as a node.
@@ -107,25 +134,27 @@ class RoundTimes:
 
     def rows(self) -> list[list[str | float]]:
         """Return rows of [table, slots, nodes or depth, positions, seconds], for a run folder."""
-        tables = {ROUND: self._seconds, CHUNKS: self._chunks}
+        tables = {ROUND: self._seconds, SHORT: self._short, CHUNKS: self._chunks}
         tables |= {f"{DRAFT}{name}": table for name, table in self._drafts.items()}
         return [[name, *at, t] for name, table in tables.items() for at, t in sorted(table.items())]
 
     @staticmethod
     def from_rows(rows: Sequence[Sequence[str | float]]) -> RoundTimes:
         """Read what `rows` returned; raises ValueError for impossible counts or seconds."""
-        tables: dict[str, dict[tuple[int, int, int], float]] = {ROUND: {}, CHUNKS: {}}
+        tables: dict[str, dict[tuple[int, int, int], float]] = {ROUND: {}, CHUNKS: {}, SHORT: {}}
         for name, b, n, s, taken_s in rows:
             if any(type(count) is not int or count < 1 for count in (b, n, s)):
                 raise ValueError(f"expected counts of 1 or more, got {[name, b, n, s]}")
             if type(taken_s) is not float or not 0 < taken_s < MAX_SECONDS:
                 raise ValueError(f"expected seconds of a round, got {taken_s!r}")
-            if name not in (ROUND, CHUNKS) and not str(name).startswith(DRAFT):
+            if name not in (ROUND, SHORT, CHUNKS) and not str(name).startswith(DRAFT):
                 raise ValueError(f"expected {ROUND}, {CHUNKS} or {DRAFT}…, got {name!r}")
             tables.setdefault(str(name), {})[int(b), int(n), int(s)] = float(taken_s)
-        rounds, chunks = tables.pop(ROUND), tables.pop(CHUNKS)
+        rounds, chunks, short = (tables.pop(name) for name in (ROUND, CHUNKS, SHORT))
+        if not short.keys() <= rounds.keys():
+            raise ValueError(f"expected short rows of rounds in the table, got {sorted(short)[:1]}")
         drafts = {name.removeprefix(DRAFT): table for name, table in tables.items()}
-        return RoundTimes(rounds, drafts, chunks)
+        return RoundTimes(rounds, drafts, chunks, short)
 
 
 Bucket = tuple[int, int, int]  # slots, nodes, positions

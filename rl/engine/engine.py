@@ -75,6 +75,11 @@ class Engine(ModelRunner):
         return (self,)
 
     @property
+    def rows(self) -> SlotCache:
+        """Return the rows of the present rollout."""
+        return self._rows
+
+    @property
     def where(self) -> str:
         """Return the name of its devices."""
         devices = [self.device] if self.mesh is None else list(self.mesh.devices.flat)

@@ -73,6 +73,11 @@ class RoundRecord:
         """Return the same of each round."""
         return self.fetch_s / self.num_rounds
 
+    def seconds_in(self, times: RoundTimes, num_nodes: int) -> float | None:
+        """Return the measured seconds of a round of its rows with so many nodes."""
+        live_tokens = float(self.cached_tokens_A.mean()) if len(self.cached_tokens_A) else None
+        return times(self.num_slots, num_nodes, self.num_positions, live_tokens)
+
     def moved(self, by_s: float) -> RoundRecord:
         """Return this round by a clock that is so much later."""
         names = [f.name for f in dataclasses.fields(self) if f.name.endswith("_s")]
@@ -276,11 +281,11 @@ def seconds_saved(rounds: Sequence[RoundRecord], times: RoundTimes) -> float:
         if not r.drafted:
             saved_s -= r.drafted_s - r.ready_s
             continue
-        plain_s = times(r.num_slots, r.num_slots, r.num_positions)
+        plain_s = r.seconds_in(times, r.num_slots)
         assert plain_s is not None, f"no measured plain round of {r.num_slots} slots"
         device_s = r.fetched_s - r.called_s
         if r.prompt_tokens:  # a budget that needs no table has measured plain rounds only
-            device_s = times(r.num_slots, r.num_nodes, r.num_positions) or device_s
+            device_s = r.seconds_in(times, r.num_nodes) or device_s
         tokens = float(r.emitted_A[r.rounds_A > 0].mean())
         saved_s += tokens * plain_s - host_seconds([r]) - device_s
     return saved_s

@@ -142,7 +142,9 @@ class WorkerActor:
                 path = Path(folder, "rounds.json")
                 if rounds:
                     path.write_text(rounds)
-                speculation.times = load_or_measure(path, *measured)
+                speculation.times = load_or_measure(
+                    path, *measured, speculation=settings.speculation
+                )
                 rounds = path.read_text()
                 separate = {MODEL: RemoteDrafts(print)} if settings.model_apart else None
                 args = settings.speculation, speculation.times, *measured[:3]

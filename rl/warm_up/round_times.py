@@ -1,6 +1,8 @@
-"""The seconds of a round by bucket, for budgets: measured once, kept in the run folder.
+"""The seconds of a round by bucket, for budgets: of whole fetches, by the engine's own path.
 
-A resumed run decides as before by the file; delete it to measure again.
+A run has its table in its folder, by which it decides as before when it is resumed; delete the file
+to measure again. Tables of a quiet machine are also kept beside the compiled programs, for other
+runs of the same device, policy shape, settings, versions and code.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ import contextlib
 import dataclasses
 import statistics
 import threading
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,68 +22,109 @@ import numpy as np
 
 from models import transformer
 from rl.cluster.processes import ALONE, Processes
-from rl.engine import cache_ops
-from rl.engine.ending import NO_TOKEN, padded_ids
 from rl.engine.engine import Engine
-from rl.engine.rollout_spec import CachedStates, DrafterContext, RolloutSpec
-from rl.engine.slot_table import SlotTable
+from rl.engine.rollout_spec import (
+    DrafterContext,
+    DrafterFactory,
+    Drafting,
+    RolloutSpec,
+    no_drafts,
+)
+from rl.speculation.config import SpeculationConfig
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters, DeviceDrafterSource
+from rl.speculation.sources import Speculation
 from rl.trajectory import PartialRequest, Request
+from rl.warm_up import kept_rounds
 from rl.warm_up.measured_run import read_rounds, rounds_of_first, write_rounds
 from rl.warm_up.rollout_programs import Reach, round_buckets
-from spec.budget.budget import best
-from spec.budget.union import DrafterUnion
+from spec.budget.budget import Budget, DraftDecision, FixedBudget, Sizes, best
+from spec.budget.config import BANDIT, LEARNED, MODEL
 from spec.config import SamplingConfig
-from spec.nodes import NOT_GIVEN, by_slot, pack, unpack_draws
-from spec.retrieval.group import GroupDrafter
-from spec.retrieval.suffix_drafter import NgramDrafter
-from spec.round_times import RoundTimes, monotone
+from spec.drafter import Acceptance, Drafter, Drafts, LiveSlots
+from spec.drafter import no_drafts as empty_drafts
+from spec.nodes import NOT_GIVEN, unpack_draws
+from spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache
+from spec.round_times import LIVE_PART, SHORT_PART, RoundTimes, monotone
 from spec.sampling import step_key
-from spec.verify import Slots, chunks_alone, decode_rounds, verify_round
+from spec.verify import chunks_alone
 
-REPEATS = 7
+TRIES = 4  # of each kind of fetch, after one that does not count
 MIN_SECONDS = 1e-9
 CHUNKS = 0  # in place of a number of nodes
+DEVICE_SOURCES = LEARNED, MODEL  # whose drafts are timed apart
+OF_TEXT = SpeculationConfig(sources=("history", "group", "own"))
+BUSY = 0.5  # spread of tries, by their median: a table of a machine that is this busy is not kept
 
 
 def load_or_measure(
-    path: Path,
+    path: Path | None,
     engine: Engine,
     params: transformer.Params,
     sampling: SamplingConfig,
     reach: Reach,
     max_positions: int | None = None,
     *,
+    speculation: SpeculationConfig = OF_TEXT,
     beside: Sequence[Engine] = (),
     processes: Processes = ALONE,
+    kept: Path | None = None,
+    say: Callable[[str], object] = warnings.warn,
 ) -> RoundTimes:
     """Return the table in `path` if it was made for this device and these shapes, else a new one.
 
+    The table of an earlier run in the folder `kept` is as good as a new one, which goes there.
     Call it after the warm-up, in all `processes` of a mesh: they get process 0's table. Buckets of
     more than `max_positions` count as the longest measured one until `complete`. Other workers
-    decode meanwhile. Raises ValueError for a damaged file.
+    decode meanwhile. Raises ValueError for a damaged file in `path`; `say` hears of one in `kept`.
     """
     buckets = list(round_buckets(engine, sampling, reach))
-    valid_for = _valid_for(engine, buckets, reach, 1 + len(beside))
-    if (table := _table_in(path, valid_for, processes)) is not None:
+    valid_for = _valid_for(engine, buckets, reach, 1 + len(beside), speculation)
+    table = _table_in(path, valid_for, processes, kept, say)
+    if table is not None:
         return table
     now = [b for b in buckets if max_positions is None or b[2] <= max_positions]
     options: dict[str, Any] = {"drafters": reach.drafters, "beside": beside, "processes": processes}
-    times = measure(engine, params, sampling, now, draws=reach.reuse, **options)
+    policy = engine, params, sampling, now
+    times, spread = _measure(*policy, draws=reach.reuse, speculation=speculation, **options)
     if max_positions is None:
         if processes.is_first:
-            write_rounds(path, times, valid_for)
+            _write(path, times, valid_for, kept if spread < BUSY else None, say)
         return times
     for B, M, S in buckets:
         if S > max_positions:
-            max_length = max(s for b, m, s in now if (b, m) == (B, M))
-            times.put(RoundTimes({(B, M, S): times.rounds[B, M, max_length]}))
+            times.put(times.longer(B, M, S))
     return times
 
 
-def _table_in(path: Path, valid_for: dict[str, Any], processes: Processes) -> RoundTimes | None:
-    """The table that process 0 finds in its file."""
-    return rounds_of_first(read_rounds(path, valid_for) if processes.is_first else None, processes)
+def _table_in(
+    path: Path | None,
+    valid_for: dict[str, Any],
+    processes: Processes,
+    kept: Path | None = None,
+    say: Callable[[str], object] = warnings.warn,
+) -> RoundTimes | None:
+    """The table that process 0 finds in its file, or in a folder of other runs'."""
+    own = None
+    if processes.is_first:
+        own = None if path is None else read_rounds(path, valid_for)
+        if own is None and kept is not None:
+            own = kept_rounds.read(kept, valid_for, say)
+            if own is not None and path is not None:
+                write_rounds(path, own, valid_for)
+    return rounds_of_first(own, processes)
+
+
+def _write(
+    path: Path | None,
+    times: RoundTimes,
+    valid_for: dict[str, Any],
+    kept: Path | None,
+    say: Callable[[str], object],
+) -> None:
+    if path is not None:
+        write_rounds(path, times, valid_for)
+    if kept is not None:
+        kept_rounds.write(kept, times, valid_for, say)
 
 
 def complete(
@@ -92,37 +136,47 @@ def complete(
     reach: Reach,
     max_positions: int,
     *,
+    speculation: SpeculationConfig = OF_TEXT,
     processes: Processes = ALONE,
 ) -> None:
     """Measure the buckets that `load_or_measure` skipped, add them to `times`, write the table."""
     buckets = list(round_buckets(engine, sampling, reach))
-    valid_for = _valid_for(engine, buckets, reach, num_workers=1)
+    valid_for = _valid_for(engine, buckets, reach, 1, speculation)
     if _table_in(path, valid_for, processes) is None:
         rest = [bucket for bucket in buckets if bucket[2] > max_positions]
-        measured = engine, params, sampling, rest
-        times.put(measure(*measured, draws=reach.reuse, processes=processes))
+        policy = engine, params, sampling, rest
+        options = {"speculation": speculation, "processes": processes}
+        times.put(measure(*policy, draws=reach.reuse, **options))
         if processes.is_first:
             write_rounds(path, times, valid_for)
 
 
-def measure(
+def measure(*policy: Any, **options: Any) -> RoundTimes:
+    """Return the seconds of a round of each bucket: see `_measure`."""
+    return _measure(*policy, **options)[0]
+
+
+def _measure(
     engine: Engine,
     params: transformer.Params,
     sampling: SamplingConfig,
     buckets: list[tuple[int, int, int]],
     *,
+    speculation: SpeculationConfig = OF_TEXT,
     drafters: DeviceDrafters = NO_DRAFTERS,
     beside: Sequence[Engine] = (),
     draws: bool = False,
     processes: Processes = ALONE,
-) -> RoundTimes:
-    """Return the median seconds of a round of each (slots, nodes, positions), its fetch included.
+) -> tuple[RoundTimes, float]:
+    """Return the least seconds of a round of each (slots, nodes, positions), and their spread.
 
-    All slots are busy and half of the positions live. Plain rounds are timed as the engine runs
-    them, several to a fetch; rounds with draft tokens include drafting (siblings and own text) and
-    committing. Drafts of `drafters` are timed at one token and at full depth; with `draws`, passes
-    that draw in chunks, at the slots that rollouts start with. Numbers of nodes take turns, so that
-    a slow machine slows all of them alike. More nodes never take less time.
+    They are of whole fetches: admission, drafters and budget as in `speculation`, the device,
+    committing. All slots are busy, and half of the positions live, then an eighth. Plain rounds are
+    several to a fetch, as the engine runs them. Drafts of `drafters` on the device are timed apart,
+    at one token and at full depth; with `draws`, passes that draw in chunks, at the slots that
+    rollouts start with. Kinds of fetches take turns, so that a slow machine slows all of them
+    alike. More nodes never take less time. The spread is (most − least) / median of the tries, its
+    median.
     """
     spec = RolloutSpec(params, sampling, step_key(0, 0))
     nodes_of: dict[tuple[int, int], list[int]] = {}
@@ -131,24 +185,33 @@ def measure(
     seconds: dict[tuple[int, int, int], float] = {}
     draft_seconds: dict[str, dict[tuple[int, int, int], float]] = {}
     chunk_seconds: dict[tuple[int, int, int], float] = {}
-    with engine.mesh_context():
-        for (B, S), sizes in nodes_of.items():
-            rounds = None  # free its cache before the next one is made
-            rounds = _Rounds(engine, spec, B, S)
-            in_chunks = [CHUNKS] if draws and B in engine.first_slots else []
-            with _decoding(beside, spec, B, S):
-                tries = [(M, rounds.seconds(M)) for M in [*sizes, *in_chunks] * (REPEATS + 1)]
-                drafts = {name: rounds.draft_seconds(d) for name, d in drafters.items()}
-            medians = _medians(tries)
-            if in_chunks:
-                X = engine.drawing_chunks(B)[-1] * engine.chunk_tokens
-                chunk_seconds[B, X, S] = medians.pop(CHUNKS)
-            seconds |= {(B, M, S): taken_s for M, taken_s in medians.items()}
-            for name, results in drafts.items():
-                times = {(B, depth, S): taken_s for depth, taken_s in results.items()}
-                draft_seconds.setdefault(name, {}).update(times)
-    own = RoundTimes(monotone(seconds), draft_seconds, chunk_seconds)
-    return rounds_of_first(own, processes) or own
+    short_seconds: dict[tuple[int, int, int], float] = {}
+    spreads = list[float]()
+    for (B, S), sizes in nodes_of.items():
+        in_chunks = [CHUNKS] if draws and B in engine.first_slots else []
+        config = speculation if max(sizes) > B else None
+        with _decoding(beside, spec, B, S):
+            with _Fetches(engine, spec, (B, S), config) as fetches:
+                tries = [(M, fetches.seconds(M)) for M in [*sizes, *in_chunks] * (TRIES + 1)]
+                drafts = {name: fetches.draft_seconds(d) for name, d in drafters.items()}
+            with _Fetches(engine, spec, (B, S), config, SHORT_PART) as fetches:
+                short = _least([(M, fetches.seconds(M)) for M in sizes * (TRIES + 1)])
+        least = _least(tries)
+        spreads += [_spread([t for m, t in tries if m == M][1:]) for M in sizes]
+        if in_chunks:
+            X = engine.drawing_chunks(B)[-1] * engine.chunk_tokens
+            chunk_seconds[B, X, S] = least.pop(CHUNKS)
+        seconds |= {(B, M, S): taken_s for M, taken_s in least.items()}
+        short_seconds |= {(B, M, S): taken_s for M, taken_s in short.items()}
+        for name, results in drafts.items():
+            times = {(B, depth, S): taken_s for depth, taken_s in results.items()}
+            draft_seconds.setdefault(name, {}).update(times)
+    own = RoundTimes(monotone(seconds), draft_seconds, chunk_seconds, monotone(short_seconds))
+    return rounds_of_first(own, processes) or own, statistics.median(spreads or [0.0])
+
+
+def _spread(tries: Sequence[float]) -> float:
+    return (max(tries) - min(tries)) / max(statistics.median(tries), MIN_SECONDS)
 
 
 @contextlib.contextmanager
@@ -160,10 +223,9 @@ def _decoding(
 
     def decode(engine: Engine) -> None:
         own = dataclasses.replace(spec, params=engine.place(spec.params))
-        with engine.mesh_context():
-            rounds = _Rounds(engine, own, num_slots, num_positions)
+        with _Fetches(engine, own, (num_slots, num_positions), None) as fetches:
             while not over.is_set():
-                rounds.seconds(num_slots)
+                fetches.seconds(num_slots)
 
     with ThreadPoolExecutor(max(len(engines), 1)) as threads:
         ends = [threads.submit(decode, engine) for engine in engines]
@@ -175,128 +237,229 @@ def _decoding(
             end.result()
 
 
-def _medians(tries: Sequence[tuple[int, float]]) -> dict[int, float]:
-    """Return the median seconds of each size without its first try, always positive."""
+def _least(tries: Sequence[tuple[int, float]]) -> dict[int, float]:
+    """Return the least seconds of each size without its first try, always positive.
+
+    Another process makes tries longer, and long ones more often; nothing makes them shorter.
+    """
     by_size: dict[int, list[float]] = {}
     for size, taken_s in tries:
         by_size.setdefault(size, []).append(taken_s)
-    return {n: max(float(statistics.median(s[1:])), MIN_SECONDS) for n, s in by_size.items()}
+    return {n: max(min(s[1:]), MIN_SECONDS) for n, s in by_size.items()}
 
 
-class _Rounds:
-    """Rounds of one bucket, for B busy slots whose requests have random texts."""
+class _Forced(Budget):
+    """Decides for `num_nodes`, at a budget's expense: its decisions are made, and not taken.
 
-    def __init__(self, engine: Engine, spec: RolloutSpec, num_slots: int, num_positions: int):
-        B, S = num_slots, num_positions
-        self._engine, self._spec = engine, spec
-        self._drafter = DrafterUnion((GroupDrafter(), NgramDrafter()))
-        self._cache, self._pending = engine.full_cache(B, S), engine.empty_pending(B)
-        ends = (*engine.model.eos_token_ids, *spec.sampling.stop_ids)
-        self._stop_E = engine.put(np.full_like(padded_ids(ends), NO_TOKEN))
-        self._table = SlotTable(B, S + engine.config.max_nodes)
-        for b in range(B):
-            request = Request(b, (0,) * (S // 4), b // 8, b % 8, S)
-            self._table.enter(b, PartialRequest(request))
-        letters = min(16, engine.model.vocab_size)  # few, so that there is something to draft from
-        rng, shape = np.random.default_rng(0), self._table.tokens_BL.shape
-        self._table.tokens_BL[:] = rng.integers(0, letters, shape)
+    As many nodes as slots are plain decoding. Trees are filled up: a round costs by its nodes.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget, self.num_nodes = budget, 0
+
+    def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
+        self._budget.skips(live, num_slots, num_positions)
+        return frozenset()
+
+    def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
+        self._budget.limits(live, num_slots)
+        return np.full(len(live), 2**30 if self.num_nodes > num_slots else 0, np.int32)
+
+    def choose(
+        self, live: LiveSlots, drafts: Drafts, sizes: Sizes, num_slots: int, num_positions: int
+    ) -> DraftDecision:
+        self._budget.choose(live, drafts, sizes, num_slots, num_positions)
+        places_N = np.arange(drafts.max_nodes)
+        lacking_AN = places_N >= drafts.count_A[:, None]  # a chain behind the last draft token
+        drafts.tokens_AN[lacking_AN] = 0
+        drafts.parents_AN[:] = np.where(lacking_AN, places_N - 1, drafts.parents_AN)
+        drafts.prob_AN[lacking_AN] = 0.0
+        drafts.count_A[:] = drafts.max_nodes
+        taken_A = best(drafts, np.ones(len(live)), num_slots, self.num_nodes)
+        return DraftDecision(self.num_nodes, taken_A)
+
+    def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
+        self._budget.observe(live, drafts, acceptance)
+
+
+class _NoText(Drafter):
+    """Drafts nothing, where all drafters are on the device."""
+
+    def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
+        return empty_drafts(len(live), max_nodes)
+
+
+GROUP = 8  # requests with one prompt
+CHANGED = 0.1  # of a text's tokens are others in each response: drafters find a part of it
+
+
+def _texts(num_slots: int, num_tokens: int, vocab_size: int) -> np.ndarray:
+    """Return one text of few letters with changes in each row, and once more with others."""
+    rng, letters = np.random.default_rng(0), min(16, vocab_size)
+    shape = 2, num_slots, num_tokens
+    texts_2BL = np.tile(rng.integers(0, letters, num_tokens), (*shape[:2], 1))
+    changed_2BL = rng.random(shape) < CHANGED
+    texts_2BL[changed_2BL] = rng.integers(0, letters, int(changed_2BL.sum()))
+    return texts_2BL.astype(np.int32)
+
+
+class _Fetches:
+    """Fetches of one bucket by the engine's own path, for B busy slots. A context manager.
+
+    Drafters and budget are those of a run's configuration (None: no drafts). Requests have made-up
+    texts, whatever the policy draws, and start again before they come to the end of their rows.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        spec: RolloutSpec,
+        size: tuple[int, int],
+        speculation: SpeculationConfig | None,
+        live_part: int = LIVE_PART,
+    ) -> None:
+        (B, S), config = size, engine.config
+        self._size, self._spec, self._clock = size, spec, engine.clock
+        self._fetch_tokens = max(config.rounds_per_fetch, config.max_nodes) + 1
+        # another one: the engine's rows may be in use, and nobody reads its clock in between
+        self._engine = dataclasses.replace(engine, clock=float)
+        self._engine.first_slots = {B}
+        self._end = min(S, engine.longest_tokens or S)
+        self._start = max(1, min(S // live_part, self._end - self._fetch_tokens))
+        self._texts_2BL = _texts(B, self._end + 1, engine.model.vocab_size)
+        prompts = [tuple(self._texts_2BL[0, b, : self._start].tolist()) for b in range(0, B, GROUP)]
+        limit = max(1, self._end - self._start)
+        self._requests = [
+            Request(b, prompts[b // GROUP], b // GROUP, b % GROUP, limit) for b in range(B)
+        ]
+        self._forced = _Forced(FixedBudget())
+        self._open = contextlib.ExitStack()
+        self._drafts = no_drafts
+        if speculation is not None:
+            self._drafts = self._factory(speculation)
+
+    def _factory(self, config: SpeculationConfig) -> DrafterFactory:
+        """Return drafters and budget of a run in its second epoch; those of a device are apart."""
+        sources = tuple(s for s in config.sources if s not in DEVICE_SOURCES)
+        if not sources or not config.enabled:
+            return lambda context: (_NoText(), self._forced)
+        name = "goodput" if config.budget == BANDIT else config.budget  # arms are few: as a table
+        config = dataclasses.replace(config, sources=sources, budget=name)
+        prompts = {f"{r.group_id}": r.prompt_ids for r in self._requests}
+        old_BL = self._texts_2BL[1, :, self._start :]
+        last = {r.request_id: old_BL[r.request_id] for r in self._requests}
+        cache = RolloutCache()
+        for key, prompt in prompts.items():
+            members = [r for r in self._requests if key == f"{r.group_id}"]
+            old = [CachedResponse(r.sample_index, last[r.request_id], 0.0, None) for r in members]
+            cache.replace(key, CachedGroup(np.asarray(prompt, np.int32), tuple(old)))
+        speculation = self._open.enter_context(Speculation(config, cache))
+        B, S = self._size
+        sizes = (B, *self._engine.config.node_sizes(B))
+        speculation.times = RoundTimes({(B, M, S): 1.0 for M in sizes})
+        names = list(prompts), list(prompts.values()), last
+        factory = speculation.drafter_factory(*names, group_size=GROUP)
+
+        def drafting(context: DrafterContext) -> Drafting:
+            drafter, budget = factory(context)
+            self._forced = _Forced(budget or FixedBudget())
+            return drafter, self._forced
+
+        return drafting
+
+    def __enter__(self) -> _Fetches:
+        (B, S), own, sampling = self._size, self._engine, self._spec.sampling
+        ends = len({*own.model.eos_token_ids, *sampling.stop_ids})
+        spec = dataclasses.replace(
+            self._spec,
+            sampling=dataclasses.replace(sampling, stop_ids=(), stop=(), by_task=()),
+            stop_token_ids=tuple(range(-1 - ends, -1)),  # as many, of which none is drawn
+            drafts=self._drafts,
+        )
+        self._open.enter_context(own.mesh_context())
+        self._open.callback(own.free)
+        self._open.enter_context(own.rollout(spec, max_requests=B, max_tokens=self._end))
+        own.rows.reserve(np.zeros(B, np.int32), S)
+        self._begin()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._open.close()
+
+    def _begin(self) -> None:
+        """Put all requests into rows, at their start, with all keys and values."""
+        own, rows = self._engine, self._engine.rows
+        own.remove([r.request_id for r in self._requests])
+        rows.enter([PartialRequest(r) for r in self._requests], range(len(self._requests)))
+        for b in range(len(self._requests)):
+            rows.hold(b, self._start)
+        rows.changed()
 
     def seconds(self, num_nodes: int) -> float:
-        """Time a round with draft tokens, one of a fetch of plain rounds, or a pass of `CHUNKS`."""
-        slots, rounds = self._busy_slots(), 1
-        jax.block_until_ready((self._cache, slots))
-        start_s = self._engine.clock()
+        """Time a fetch by its rounds: with draft tokens, plain ones, or a pass of `CHUNKS`."""
+        table, B = self._engine.rows.table, self._size[0]
+        left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
+        if num_nodes == CHUNKS or left_B.min() < self._fetch_tokens:
+            self._begin()
+            if num_nodes > B:
+                self._fetch(num_nodes)  # the drafters read the texts
+        start_s = self._clock()
+        rounds = self._pass() if num_nodes == CHUNKS else self._fetch(num_nodes)
+        taken_s = (self._clock() - start_s) / rounds
         if num_nodes == CHUNKS:
-            self._round_in_chunks(slots)
-        elif num_nodes > len(self._table):
-            self._drafted_round(slots, num_nodes)
-        else:
-            rounds = self._engine.config.rounds_per_fetch
-            self._plain_rounds(slots, rounds)
-        return (self._engine.clock() - start_s) / rounds
+            jax.block_until_ready(self._engine.rows.cache)
+        return taken_s
+
+    def _fetch(self, num_nodes: int) -> int:
+        """Return the rounds of a fetch; its tokens are replaced by those of the texts."""
+        own, table = self._engine, self._engine.rows.table
+        self._forced.num_nodes = num_nodes
+        own.step()
+        [record] = own.stats.timeline
+        own.stats.timeline.clear()
+        for b in np.nonzero(table.busy_B)[0].tolist():
+            n = int(table.total_tokens_B[b])
+            table.tokens_BL[b, self._start : n] = self._texts_2BL[0, b, self._start : n]
+        return record.num_rounds
+
+    def _pass(self) -> int:
+        engine, B = self._engine, self._size[0]
+        T = engine.drawing_chunks(B)[-1]
+        chunks_TX = engine.no_chunks(T)
+        chunks_TX[:, :2] = np.stack([np.arange(T) % B, np.full(T, self._start)], axis=1)
+        slots, cache = engine.rows.slots(engine.put(self._spec.key)), engine.rows.cache
+        inputs_2X = np.full((2, chunks_TX[:, 2:].size), NOT_GIVEN, np.int32)
+        tables = engine.argument(chunks_TX), engine.argument(inputs_2X)
+        options = engine.prompt_options(self._spec.sampling.scheme)
+        results, entries = chunks_alone(self._spec.params, cache, slots, *tables, **options)
+        engine.rows.write_chunks(entries, chunks_TX)
+        unpack_draws(results)
+        return 1
 
     def draft_seconds(self, made_by: DeviceDrafterSource) -> dict[int, float]:
-        """Median seconds of the drafts of all rows, by depth: one, and the deepest."""
-        context = DrafterContext(
-            self._engine, self._spec, CachedStates(self._engine, lambda: self._cache)
-        )
-        drafter = made_by.drafter_for(context)
-        live, max_tokens = self._table.live(), self._engine.config.max_nodes - 1
-        # rounds that were timed before have made them longer, beyond a small bucket's positions
-        total_A = np.minimum(live.total_tokens_A, self._cache.num_positions // 2)
-        live = dataclasses.replace(live, total_tokens_A=total_A)
+        """Return the least seconds of the drafts of all rows, by depth: one, and the deepest."""
+        self._begin()
+        drafter = made_by.drafter_for(self._engine.drafter_context(self._spec))
+        live = self._engine.rows.table.live()
+        max_tokens = self._engine.config.max_nodes - 1
         tries = []
-        for depth in sorted({1, drafter.depth}) * (REPEATS + 1):
+        for depth in sorted({1, drafter.depth}) * (TRIES + 1):
             drafter.depth = depth
-            start_s = self._engine.clock()
+            start_s = self._clock()
             drafter.propose(live, np.full(len(live), max_tokens, np.int32), max_tokens)
-            tries.append((depth, self._engine.clock() - start_s))
-        return _medians(tries)
-
-    def _drafted_round(self, slots: Slots, num_nodes: int) -> None:
-        """Draft, verify, and commit one token of each slot, whether or not drafts were accepted."""
-        table, engine = self._table, self._engine
-        live, max_tokens = table.live(), engine.config.max_nodes - 1
-        drafts = self._drafter.propose(live, np.full(len(live), max_tokens, np.int32), max_tokens)
-        taken_A = best(drafts, np.ones(len(live)), len(table), num_nodes)
-        options = engine.verify_options(self._spec.sampling.scheme, len(table), num_nodes)
-        sizes = len(table), num_nodes, options["max_nodes"]
-        nodes_5M = pack(drafts, taken_A, live.rows_A, *sizes)
-        state = self._spec.params, self._cache, self._pending, slots
-        self._cache, self._pending, _, results, _ = verify_round(
-            *state, engine.argument(nodes_5M), self._stop_E, None, **options
-        )
-        self._drafter.committed(live)
-        emitted_BN, logprobs_BN, count_B, reused_B = by_slot(
-            *unpack_draws(results), nodes_5M[1], len(table)
-        )
-        full = table.total_tokens_B.max() >= table.tokens_BL.shape[1] - 1
-        one_B = np.zeros_like(count_B) if full else np.ones_like(count_B)
-        table.commit(emitted_BN, logprobs_BN, one_B, count_B > 1, reused_B)
-
-    def _round_in_chunks(self, slots: Slots) -> None:
-        engine, B = self._engine, len(self._table)
-        T, start = engine.drawing_chunks(B)[-1], self._cache.num_positions // 2
-        chunks_TX = engine.no_chunks(T)
-        chunks_TX[:, :2] = np.stack([np.arange(T) % B, np.full(T, start)], axis=1)
-        chunks = engine.argument(chunks_TX)
-        inputs_2X = np.full((2, chunks_TX[:, 2:].size), NOT_GIVEN, np.int32)
-        results, entries = chunks_alone(
-            *(self._spec.params, self._cache, slots, chunks, engine.argument(inputs_2X)),
-            **engine.prompt_options(self._spec.sampling.scheme),
-        )
-        self._cache = cache_ops.write_chunks(self._cache, entries, chunks)
-        unpack_draws(results)
-
-    def _plain_rounds(self, slots: Slots, rounds: int) -> None:
-        state = self._spec.params, self._cache, self._pending, slots, self._stop_E
-        options = self._engine.decode_options(self._spec.sampling.scheme)
-        counts = np.int32(rounds), np.int32(len(self._table))
-        self._cache, self._pending, _, results = decode_rounds(*state, *counts, **options)
-        unpack_draws(results)
-
-    def _busy_slots(self) -> Slots:
-        B, sampling = len(self._table), self._spec.sampling
-        columns: dict[str, Any] = {
-            "length": self._cache.num_positions // 2,
-            "limit": 2**30,
-            "active": 1,
-            "request_id": np.arange(B),
-            "top_k": sampling.top_k,
-        }
-        ints_BC = np.zeros((B, len(cache_ops.COLUMNS)), np.int32)
-        for name, values in columns.items():
-            ints_BC[:, cache_ops.COLUMNS.index(name)] = values
-        processing_B2 = np.full((B, 2), (sampling.temperature, sampling.top_p), np.float32)
-        key = self._engine.put(self._spec.key)
-        return cache_ops.make_slots(*self._engine.slot_arguments(ints_BC, processing_B2, key))
+            tries.append((depth, self._clock() - start_s))
+        return _least(tries)
 
 
 def _valid_for(
-    engine: Engine, buckets: list[tuple[int, int, int]], reach: Reach, num_workers: int
+    engine: Engine,
+    buckets: list[tuple[int, int, int]],
+    reach: Reach,
+    num_workers: int,
+    speculation: SpeculationConfig,
 ) -> dict[str, Any]:
-    """Return the device, policy shape, buckets and workers that a table is valid for."""
-    device = jax.devices()[0]
+    """Return the device, policy shape, buckets, drafts and workers that a table is valid for."""
+    device, drafts = jax.devices()[0], speculation if reach.speculative else None
     return {
         "device": f"{device.platform}: {device.device_kind}",
         "devices": jax.device_count(),
@@ -304,7 +467,9 @@ def _valid_for(
         "model": repr(engine.model),
         "dtype": str(engine.dtype),
         "rounds_per_fetch": engine.config.rounds_per_fetch,
+        "max_nodes": engine.config.max_nodes,
         "chunks": [engine.config.prefill_rows, engine.chunk_tokens, reach.reuse],
+        "drafts": [drafts.budget, *drafts.sources] if drafts else [],
         "drafters": {name: d.made_for for name, d in reach.drafters.items()},
         "buckets": [list(bucket) for bucket in buckets],
     }

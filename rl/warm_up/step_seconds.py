@@ -31,8 +31,7 @@ def step_seconds(
 ) -> StepSeconds:
     """Return the seconds of a step's rounds, and the seconds that its drafts saved at its pace.
 
-    Budgets decided by `times`. Left out are rounds that were disturbed, and of the savings tokens of
-    reuse.
+    Budgets decided by `times`. Disturbed rounds are left out, and of the savings tokens of reuse.
     """
     rounds = undisturbed(rounds, times)
     return StepSeconds(
@@ -51,7 +50,7 @@ def at_its_pace(rounds: Sequence[RoundRecord], times: RoundTimes) -> RoundTimes:
 
 
 def _by_bucket(rounds: Sequence[RoundRecord], times: RoundTimes) -> dict[Bucket, tuple[int, float]]:
-    """Return how many rounds there were of each bucket, and their median seconds.
+    """Return how many rounds there were of each bucket, and their median seconds, half full.
 
     Rounds with chunks of prompts, and those that draft on the device, are of no bucket.
     """
@@ -63,7 +62,9 @@ def _by_bucket(rounds: Sequence[RoundRecord], times: RoundTimes) -> dict[Bucket,
             continue
         start_s = r.ready_s if r.drafted and not is_apart else r.drafted_s
         bucket = r.num_slots, r.num_nodes, r.num_positions
-        fetches.setdefault(bucket, []).append((count, (r.ended_s - start_s) / count))
+        table_s, own_s = times(*bucket), r.seconds_in(times, r.num_nodes)
+        half_full = table_s / own_s if table_s and own_s else 1.0
+        fetches.setdefault(bucket, []).append((count, half_full * (r.ended_s - start_s) / count))
 
     def median(some: Sequence[tuple[int, float]]) -> tuple[int, float]:
         counts, seconds = zip(*some, strict=True)
