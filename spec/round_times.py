@@ -48,6 +48,7 @@ class RoundTimes:
         seconds: Table,
         draft_seconds: Mapping[str, Table] | None = None,
         chunk_seconds: Table | None = None,
+        *,
         short_seconds: Table | None = None,
     ) -> None:
         self._seconds, self._chunks = dict(seconds), dict(chunk_seconds or {})
@@ -103,12 +104,12 @@ class RoundTimes:
         scaled = {name: {at: factor * s for at, s in table.items()} for name, table in drafts}
         chunks = {at: factor * s for at, s in self._chunks.items()}
         short = {at: s * rounds[at] / self._seconds[at] for at, s in self._short.items()}
-        return RoundTimes(rounds, scaled, chunks, short)
+        return RoundTimes(rounds, scaled, chunks, short_seconds=short)
 
     def without_drafts(self, name: str) -> RoundTimes:
         """Return the same without the seconds of a drafter."""
         drafts = {n: t for n, t in self._drafts.items() if n != name}
-        return RoundTimes(self._seconds, drafts, self._chunks, self._short)
+        return RoundTimes(self._seconds, drafts, self._chunks, short_seconds=self._short)
 
     def chunks_pay(self, num_slots: int, num_positions: int, chunk_tokens: int) -> bool:
         """Return True if a round verifies a known token faster in a chunk than as a node.
@@ -154,7 +155,7 @@ class RoundTimes:
         if not short.keys() <= rounds.keys():
             raise ValueError(f"expected short rows of rounds in the table, got {sorted(short)[:1]}")
         drafts = {name.removeprefix(DRAFT): table for name, table in tables.items()}
-        return RoundTimes(rounds, drafts, chunks, short)
+        return RoundTimes(rounds, drafts, chunks, short_seconds=short)
 
 
 Bucket = tuple[int, int, int]  # slots, nodes, positions

@@ -168,7 +168,7 @@ class LongerBuckets:
             run_once(pool.engine, self._longer)
             if times is not None:
                 rest = placed, pool.sampling, pool.reach, self.max_positions
-                options = {"speculation": speculation, "processes": processes}
+                options: dict[str, Any] = {"speculation": speculation, "processes": processes}
                 round_times.complete(path, times, pool.engine, *rest, **options)
         pool.params = jax.tree.map(_shape, placed)
         self.done = True

@@ -40,7 +40,7 @@ def read(
 
     `say` hears of a file that is something else, which is ignored.
     """
-    made_for = made_for | _of_machine()
+    made_for = {**made_for, **_of_machine()}
     name = _name(made_for)
     try:
         kept = Folder(where)
@@ -64,7 +64,7 @@ def write(
     where: Path, times: RoundTimes, made_for: Mapping[str, Any], say: Callable[[str], object]
 ) -> None:
     """Keep a table for other runs, in place of an older one at once."""
-    made_for = made_for | _of_machine()
+    made_for = {**made_for, **_of_machine()}
     content = {"made_for": made_for, "rows": times.rows()}
     name, temporary = _name(made_for), f".{uuid.uuid4().hex}.tmp"  # another run may write as well
     try:

@@ -145,7 +145,7 @@ def complete(
     if _table_in(path, valid_for, processes) is None:
         rest = [bucket for bucket in buckets if bucket[2] > max_positions]
         policy = engine, params, sampling, rest
-        options = {"speculation": speculation, "processes": processes}
+        options: dict[str, Any] = {"speculation": speculation, "processes": processes}
         times.put(measure(*policy, draws=reach.reuse, **options))
         if processes.is_first:
             write_rounds(path, times, valid_for)
@@ -206,7 +206,8 @@ def _measure(
         for name, results in drafts.items():
             times = {(B, depth, S): taken_s for depth, taken_s in results.items()}
             draft_seconds.setdefault(name, {}).update(times)
-    own = RoundTimes(monotone(seconds), draft_seconds, chunk_seconds, monotone(short_seconds))
+    short_s = monotone(short_seconds)
+    own = RoundTimes(monotone(seconds), draft_seconds, chunk_seconds, short_seconds=short_s)
     return rounds_of_first(own, processes) or own, statistics.median(spreads or [0.0])
 
 
@@ -325,7 +326,7 @@ class _Fetches:
         self._engine = dataclasses.replace(engine, clock=float)
         self._engine.first_slots = {B}
         self._end = min(S, engine.longest_tokens or S)
-        self._start = max(1, min(S // live_part, self._end - self._fetch_tokens))
+        self._start = max(1, min(S // live_part, self._end - 2 * self._fetch_tokens))
         self._texts_2BL = _texts(B, self._end + 1, engine.model.vocab_size)
         prompts = [tuple(self._texts_2BL[0, b, : self._start].tolist()) for b in range(0, B, GROUP)]
         limit = max(1, self._end - self._start)
@@ -333,8 +334,9 @@ class _Fetches:
             Request(b, prompts[b // GROUP], b // GROUP, b % GROUP, limit) for b in range(B)
         ]
         self._forced = _Forced(FixedBudget())
+        self._lags = True  # drafters have not read all of the texts
         self._open = contextlib.ExitStack()
-        self._drafts = no_drafts
+        self._drafts: DrafterFactory = no_drafts
         if speculation is not None:
             self._drafts = self._factory(speculation)
 
@@ -394,15 +396,17 @@ class _Fetches:
         for b in range(len(self._requests)):
             rows.hold(b, self._start)
         rows.changed()
+        self._lags = True
 
     def seconds(self, num_nodes: int) -> float:
         """Time a fetch by its rounds: with draft tokens, plain ones, or a pass of `CHUNKS`."""
         table, B = self._engine.rows.table, self._size[0]
         left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
-        if num_nodes == CHUNKS or left_B.min() < self._fetch_tokens:
+        if num_nodes == CHUNKS or left_B.min() < 2 * self._fetch_tokens:
             self._begin()
-            if num_nodes > B:
-                self._fetch(num_nodes)  # the drafters read the texts
+        if num_nodes > B and self._lags:
+            self._fetch(num_nodes)
+        self._lags = num_nodes <= B
         start_s = self._clock()
         rounds = self._pass() if num_nodes == CHUNKS else self._fetch(num_nodes)
         taken_s = (self._clock() - start_s) / rounds
@@ -414,6 +418,8 @@ class _Fetches:
         """Return the rounds of a fetch; its tokens are replaced by those of the texts."""
         own, table = self._engine, self._engine.rows.table
         self._forced.num_nodes = num_nodes
+        if not table.busy_B.any():  # all ended, in rows of few positions
+            self._begin()
         own.step()
         [record] = own.stats.timeline
         own.stats.timeline.clear()

@@ -10,7 +10,7 @@ TIMES = RoundTimes(
     {(8, 8, 64): 1.0, (8, 32, 64): 2.0},
     {"learned": {(8, 1, 64): 0.5, (8, 5, 64): 2.5, (4, 1, 64): 9.0}, "model": {(8, 2, 64): 7.0}},
     {(8, 64, 64): 3.0},
-    {(8, 8, 64): 0.25},
+    short_seconds={(8, 8, 64): 0.25},
 )
 
 
@@ -45,7 +45,7 @@ def test_seconds_of_a_round_are_on_a_line_over_its_live_positions():
     twice = TIMES.scaled(2.0, {at: 2 * t for at, t in TIMES.rounds.items()})
     assert twice(8, 8, 64, 8) == 0.5
     # noise: a short row never takes longer
-    odd = RoundTimes({(8, 8, 64): 1.0}, None, None, {(8, 8, 64): 1.5})
+    odd = RoundTimes({(8, 8, 64): 1.0}, short_seconds={(8, 8, 64): 1.5})
     assert odd(8, 8, 64, 8) == odd(8, 8, 64, 60) == 1.5
     with pytest.raises(ValueError, match="expected short rows of rounds in the table"):
         RoundTimes.from_rows([["packed round of short rows", 8, 8, 64, 1.0]])

@@ -266,7 +266,8 @@ def test_a_part_of_the_requests_is_judged_by_its_part_of_the_nodes():
 def test_rounds_are_priced_by_the_live_positions_of_their_rows():
     """Short rows make plain rounds cheaper, and rounds with draft tokens hardly."""
     rounds = {(1, 1, 512): 2.0, (1, 4, 512): 3.0}
-    budget = Goodput(RoundTimes(rounds, None, None, {(1, 1, 512): 0.5, (1, 4, 512): 2.9}))
+    short_seconds = {(1, 1, 512): 0.5, (1, 4, 512): 2.9}
+    budget = Goodput(RoundTimes(rounds, short_seconds=short_seconds))
 
     def chosen(tokens):
         now = dataclasses.replace(live(1), total_tokens_A=np.array([tokens]))
