@@ -106,14 +106,14 @@ def check_age(config: TrainConfig) -> None:
         )
 
 
-def ahead_loss(mode: str, of_trainer: Sequence[Any], of_workers: Sequence[Any]) -> str | None:
-    """Return a warning if requests that are begun ahead slow the updates of these devices."""
-    shared = [d for d in of_workers if d in of_trainer or d.platform == "cpu"]
+def ahead_loss(mode: str, trainer: Sequence[Any], workers: Sequence[Any]) -> str | None:
+    """Return a warning if prefetching workers slow the updates on these devices."""
+    shared = [d for d in workers if d in trainer or d.platform == "cpu"]
     if mode != "ahead" or not shared:
         return None
     where = "the CPU's cores are" if shared[0].platform == "cpu" else f"{shared[0]} is"
     return (
-        f'Sched.mode="ahead" begins requests during updates, and {where} shared with them: on two '
+        f'Sched.mode="ahead" prefetches during updates, and {where} shared with them: on two '
         "cores updates had 0.77 of their speed and steps took longer; unless the trainer has "
         'devices of its own, Sched.mode = "sync" is likely to give the same responses sooner'
     )

@@ -153,7 +153,7 @@ def longer_buckets(
 class Kept(NamedTuple):
     """The folder of a run's tables of seconds, and the processes and workers that use them.
 
-    `say` hears of a table of other runs that cannot be read.
+    `say` is called if a table of other runs cannot be read.
     """
 
     folder: Path

@@ -204,7 +204,7 @@ class Drafter(Protocol):
     It drafts for requests that may have draft tokens, not for those whose cached response
     continues. `skipped` names the drafters that a union leaves out of the next round. With
     `arrives_later` other workers make its drafts, and no round goes without it. If it `can_lag`,
-    `committed` is left out while nothing is drafted, and comes before the next `propose`.
+    `committed` is left out while nothing is drafted, and called before the next `propose`.
     """
 
     skipped: frozenset[str] = frozenset()
@@ -212,7 +212,7 @@ class Drafter(Protocol):
 
     @property
     def can_lag(self) -> bool:
-        """Return whether only this worker's drafts need what `committed` tells."""
+        """Return whether `committed` serves only the drafts of this worker."""
         return not self.arrives_later
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:

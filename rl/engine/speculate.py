@@ -40,7 +40,7 @@ class Speculator:
         self.in_rounds: RoundsDrafter | None = None  # who can draft on the device, as last decided
         self._drafted_A: np.ndarray | None = None  # requests that were drafted for; None: all
         self._is_plain = False  # as last decided
-        self._lags = False  # the drafter has not heard of the tokens of plain rounds
+        self._lags = False  # the drafter does not know the tokens of plain rounds
 
     def decide(
         self,

@@ -1,4 +1,4 @@
-"""How many programs jax has traced or compiled in this process: rounds beside one have waited."""
+"""The number of programs that jax has traced or compiled in this process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Tables of round seconds that runs share, beside the compiled programs in the user's cache.
+"""Tables of round seconds that runs share, in the folder of the user's compiled programs.
 
-A file is plain JSON, named by a digest of all that its seconds depend on; nothing in it is run.
+A file is plain JSON, named by a digest of the settings, the machine and the code; nothing in it is
+executed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def read(
 ) -> RoundTimes | None:
     """Return the table for these settings, this machine and this code; None without one.
 
-    `say` hears of a file that is something else, which is ignored.
+    `say` is called for a file that is something else, which is ignored.
     """
     made_for = {**made_for, **_of_machine()}
     name = _name(made_for)

@@ -1,8 +1,8 @@
 """The seconds of a round by bucket, for budgets: of whole fetches, by the engine's own path.
 
-A run has its table in its folder, by which it decides as before when it is resumed; delete the file
-to measure again. Tables of a quiet machine are also kept beside the compiled programs, for other
-runs of the same device, policy shape, settings, versions and code.
+A run has its table in its folder, so that it decides as before when it is resumed; delete the file
+to measure again. Tables of a quiet machine are also kept with the compiled programs, for other runs
+of the same device, policy shape, settings, versions and code.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def load_or_measure(
     The table of an earlier run in the folder `kept` is as good as a new one, which goes there.
     Call it after the warm-up, in all `processes` of a mesh: they get process 0's table. Buckets of
     more than `max_positions` count as the longest measured one until `complete`. Other workers
-    decode meanwhile. Raises ValueError for a damaged file in `path`; `say` hears of one in `kept`.
+    decode meanwhile. Raises ValueError for a damaged file in `path`; one in `kept` is passed to
+    `say`.
     """
     buckets = list(round_buckets(engine, sampling, reach))
     valid_for = _valid_for(engine, buckets, reach, 1 + len(beside), speculation)
@@ -271,7 +272,7 @@ class _Forced(Budget):
     ) -> DraftDecision:
         self._budget.choose(live, drafts, sizes, num_slots, num_positions)
         places_N = np.arange(drafts.max_nodes)
-        lacking_AN = places_N >= drafts.count_A[:, None]  # a chain behind the last draft token
+        lacking_AN = places_N >= drafts.count_A[:, None]  # a chain after the last draft token
         drafts.tokens_AN[lacking_AN] = 0
         drafts.parents_AN[:] = np.where(lacking_AN, places_N - 1, drafts.parents_AN)
         drafts.prob_AN[lacking_AN] = 0.0
@@ -307,7 +308,7 @@ def _texts(num_slots: int, num_tokens: int, vocab_size: int) -> np.ndarray:
 class _Fetches:
     """Fetches of one bucket by the engine's own path, for B busy slots. A context manager.
 
-    Drafters and budget are those of a run's configuration (None: no drafts). Requests have made-up
+    A run's configuration has the drafters and the budget (None: no drafts). Requests have made-up
     texts, whatever the policy draws, and start again before they come to the end of their rows.
     """
 
@@ -322,7 +323,7 @@ class _Fetches:
         (B, S), config = size, engine.config
         self._size, self._spec, self._clock = size, spec, engine.clock
         self._fetch_tokens = max(config.rounds_per_fetch, config.max_nodes) + 1
-        # another one: the engine's rows may be in use, and nobody reads its clock in between
+        # another one: the engine's rows may be in use, and its clock is read for fetches alone
         self._engine = dataclasses.replace(engine, clock=float)
         self._engine.first_slots = {B}
         self._end = min(S, engine.longest_tokens or S)
@@ -341,7 +342,7 @@ class _Fetches:
             self._drafts = self._factory(speculation)
 
     def _factory(self, config: SpeculationConfig) -> DrafterFactory:
-        """Return drafters and budget of a run in its second epoch; those of a device are apart."""
+        """Return drafters (on the host) and budget of a run in its second epoch."""
         sources = tuple(s for s in config.sources if s not in DEVICE_SOURCES)
         if not sources or not config.enabled:
             return lambda context: (_NoText(), self._forced)
@@ -375,7 +376,7 @@ class _Fetches:
         spec = dataclasses.replace(
             self._spec,
             sampling=dataclasses.replace(sampling, stop_ids=(), stop=(), by_task=()),
-            stop_token_ids=tuple(range(-1 - ends, -1)),  # as many, of which none is drawn
+            stop_token_ids=tuple(range(-1 - ends, -1)),  # as many, none is drawn
             drafts=self._drafts,
         )
         self._open.enter_context(own.mesh_context())
@@ -415,7 +416,7 @@ class _Fetches:
         return taken_s
 
     def _fetch(self, num_nodes: int) -> int:
-        """Return the rounds of a fetch; its tokens are replaced by those of the texts."""
+        """Return the rounds of a fetch; the texts replace its tokens."""
         own, table = self._engine, self._engine.rows.table
         self._forced.num_nodes = num_nodes
         if not table.busy_B.any():  # all ended, in rows of few positions
