@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from models.config import ModelConfig
 from models.layout import rollout_tensor
 from models.tokenizer import Tokenizer
@@ -101,6 +104,19 @@ def check_age(config: TrainConfig) -> None:
             'Sched.mode="pipeline" bounds the age of all tokens: expected Reuse.max_age_steps, got '
             "None: set it to a few epochs, in steps"
         )
+
+
+def ahead_loss(mode: str, trainer: Sequence[Any], workers: Sequence[Any]) -> str | None:
+    """Return a warning if prefetching workers slow the updates on these devices."""
+    shared = [d for d in workers if d in trainer or d.platform == "cpu"]
+    if mode != "ahead" or not shared:
+        return None
+    where = "the CPU's cores are" if shared[0].platform == "cpu" else f"{shared[0]} is"
+    return (
+        f'Sched.mode="ahead" prefetches during updates, and {where} shared with them: on two '
+        "cores updates had 0.77 of their speed and steps took longer; unless the trainer has "
+        'devices of its own, Sched.mode = "sync" is likely to give the same responses sooner'
+    )
 
 
 def check_correct_by(config: TrainConfig) -> None:

@@ -25,7 +25,7 @@ from rl.runtime.parallel_compile import OnCompiled
 from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
 from rl.runtime.signals import Watch
 from rl.speculation.sources import Speculation
-from rl.warm_up import compile_buckets, transfer_times
+from rl.warm_up import compile_buckets, kept_rounds, transfer_times
 from rl.warm_up.compile_buckets import LongerBuckets
 from rl.warm_up.rollout_programs import Decisions, NodeSizes, Pool, Reach
 from rl.warm_up.round_times import load_or_measure
@@ -151,11 +151,15 @@ def longer_buckets(
 
 
 class Kept(NamedTuple):
-    """The folder of a run's tables of seconds, and the processes and workers that use them."""
+    """The folder of a run's tables of seconds, and the processes and workers that use them.
+
+    `say` is called if a table of other runs cannot be read.
+    """
 
     folder: Path
     processes: Processes
-    drafting: DraftingWorkers | None = None
+    drafting: DraftingWorkers | None
+    say: Callable[[str], object]
 
 
 def warm_up(
@@ -198,7 +202,14 @@ def warm_up(
         timed = reach if is_priced else dataclasses.replace(reach, nodes=_no_nodes)
         measured = path, one, placed, sampling, timed, max_positions
         beside = [other for other in engine.engines if other is not one]
-        times = load_or_measure(*measured, beside=beside, processes=kept.processes)
+        times = load_or_measure(
+            *measured,
+            speculation=config.speculation,
+            beside=beside,
+            processes=kept.processes,
+            kept=kept_rounds.folder(),
+            say=kept.say,
+        )
     if isinstance(engine, MultiEngine) and config.sched.measures_rounds:
         engine.costs = MeasuredCosts(times.rounds, moves.seconds)
     if is_priced:

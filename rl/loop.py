@@ -219,7 +219,11 @@ def finish_warm_up(system: System, state: TrainState, folder: Path) -> None:
     """Compile and time the programs that the first step did not need."""
     if system.longer is not None and not system.longer.done:
         settings = system.weights(state.params), folder / ROUNDS_FILE, system.speculation.times
-        finish = partial(system.longer.finish, *settings, processes=system.processes)
+        options: dict[str, Any] = {
+            "speculation": system.speculation.config,
+            "processes": system.processes,
+        }
+        finish = partial(system.longer.finish, *settings, **options)
         system.engine.do(finish)
 
 

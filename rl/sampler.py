@@ -30,8 +30,8 @@ from rl.runtime.parallel_compile import OnCompiled, unwatched
 from rl.speculation.reuse import remember
 from rl.speculation.sources import Speculation
 from rl.trajectory import Request, Trajectory
-from rl.warm_up import compile_buckets, round_times
-from rl.warm_up.rollout_programs import Reach, round_buckets
+from rl.warm_up import compile_buckets, kept_rounds, round_times
+from rl.warm_up.rollout_programs import Reach
 from spec.budget.config import parse_budget
 from spec.config import SamplingConfig
 from spec.drafter import Drafter
@@ -144,8 +144,15 @@ def warm_up(
     reach = Reach(engine.config.max_slots, config.rollout.max_prompt_tokens, speculative=enabled)
     compile_buckets.warm_up(engine, weights, sampling, reach, on_compiled)
     if needs_times(speculation):
-        buckets = list(round_buckets(engine, sampling, reach))
-        speculation.times = round_times.measure(engine, weights, sampling, buckets)
+        speculation.times = round_times.load_or_measure(
+            None,
+            engine,
+            weights,
+            sampling,
+            reach,
+            speculation=speculation.config,
+            kept=kept_rounds.folder(),
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

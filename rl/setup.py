@@ -25,6 +25,7 @@ from rl import first_programs
 from rl.cluster.lockstep import LockstepWatch
 from rl.cluster.processes import ALONE, Processes
 from rl.config import TrainConfig, recipe
+from rl.config_checks import ahead_loss
 from rl.data.prompts import DataOrder
 from rl.engine.engine import Engine, RolloutEngine, ThreadedEngine
 from rl.inputs import Inputs
@@ -201,6 +202,8 @@ class RunBuilder:
         if sched.has_trainer_devices:
             return self._trainer_engine(dtype, lockstep=self._lockstep(), **options)
         engines = make_engines(self.inputs.model, self.config.engine, sched, dtype=dtype, **options)
+        if loss := ahead_loss(sched.mode, *split_devices(sched, jax.local_devices())):
+            self.show.message(f"warning: {loss}")
         kind = AheadEngine if sched.mode == "ahead" else MultiEngine
         return kind(
             engines,
@@ -309,7 +312,8 @@ class RunBuilder:
         check = self.watch.check if system.processes.alone else self.watch.heartbeat
         settings = config.sampling, speculation, reach, self.watch, self._on_compiled, check
         longer = engine.do(partial(first_programs.longer_buckets, engine, weights, *settings))
-        tables = first_programs.Kept(self.folder, system.processes, system.drafting)
+        places = self.folder, system.processes, system.drafting
+        tables = first_programs.Kept(*places, self.show.message)
         on_compiled = self.on_compiled("training and rollouts")
         rest = speculation, reach, tables, on_compiled, training, longer
         engine.do(partial(first_programs.warm_up, config, engine, weights, *rest))

@@ -203,11 +203,17 @@ class Drafter(Protocol):
 
     It drafts for requests that may have draft tokens, not for those whose cached response
     continues. `skipped` names the drafters that a union leaves out of the next round. With
-    `arrives_later` other workers make its drafts, and no round goes without it.
+    `arrives_later` other workers make its drafts, and no round goes without it. If it `can_lag`,
+    `committed` is left out while nothing is drafted, and called before the next `propose`.
     """
 
     skipped: frozenset[str] = frozenset()
     arrives_later: bool = False
+
+    @property
+    def can_lag(self) -> bool:
+        """Return whether `committed` serves only the drafts of this worker."""
+        return not self.arrives_later
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         """Draft up to `max_nodes_A` (1 or more) tokens for each request, at most `max_nodes`.
@@ -226,7 +232,7 @@ class Drafter(Protocol):
         return
 
     def committed(self, live: LiveSlots) -> None:
-        """Learn the requests' present tokens: called in every round, while the device computes."""
+        """Learn the requests' present tokens: called while the device computes, and see above."""
         return
 
     def finished(self, live: LiveSlots) -> None:

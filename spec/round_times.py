@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 MAX_SECONDS = 1e5  # of a round
 # names of tables
 ROUND, CHUNKS, DRAFT = "packed round", "draws in chunks", "draft "
-BESIDE, FETCH = "draws in chunks with a round", "host of a fetch"
-NAMED = ROUND, CHUNKS, BESIDE, FETCH
+SHORT, BESIDE = "packed round of short rows", "draws in chunks with a round"
+FETCH = "host of a fetch"
+NAMED = ROUND, SHORT, CHUNKS, BESIDE, FETCH
+SHORT_PART, LIVE_PART = 8, 2  # of the positions are live in short rows, and in all other tables
 CHUNKS_USED = 0.75  # measured with configs/epochs_tiny.gin: the last chunk of a response is cut
 NODES_USED = 0.6  # as well: chains are cut, and slots whose prompts are computed have none
 Table = Mapping[tuple[int, int, int], float]
@@ -38,10 +40,12 @@ def monotone(seconds: Table) -> dict[tuple[int, int, int], float]:
 class RoundTimes:
     """Seconds of a round by (slots, nodes, positions), measured on this device and shape.
 
-    `draft_seconds` are the additional seconds of each drafter on the device, by (slots, depth,
-    positions); `chunk_seconds` the seconds of passes that draw after the tokens of chunks, by
-    (slots, tokens of chunks, positions), and `beside_seconds` the seconds of such a pass with a
-    plain round. `fetch_seconds` are the host's in a fetch, by (slots, 1, positions).
+    Half of the positions are live, in `short_seconds` an eighth: a plain round gains more by it
+    than one with draft tokens. `draft_seconds` are the additional seconds of each drafter on the
+    device, by (slots, depth, positions); `chunk_seconds` the seconds of passes that draw after the
+    tokens of chunks, by (slots, tokens of chunks, positions), and `beside_seconds` the seconds of
+    such a pass with a plain round. `fetch_seconds` are the host's in a fetch, by (slots, 1,
+    positions).
     """
 
     def __init__(
@@ -49,27 +53,48 @@ class RoundTimes:
         seconds: Table,
         draft_seconds: Mapping[str, Table] | None = None,
         chunk_seconds: Table | None = None,
+        *,
+        short_seconds: Table | None = None,
         beside_seconds: Table | None = None,
         fetch_seconds: Table | None = None,
     ) -> None:
-        self._seconds, self._chunks = dict(seconds), dict(chunk_seconds or {})
-        self._beside, self._fetches = dict(beside_seconds or {}), dict(fetch_seconds or {})
+        self._seconds, self._short = dict(seconds), dict(short_seconds or {})
+        self._chunks, self._beside = dict(chunk_seconds or {}), dict(beside_seconds or {})
+        self._fetches = dict(fetch_seconds or {})
         self._drafts = {name: dict(table) for name, table in (draft_seconds or {}).items()}
 
     def put(self, more: RoundTimes) -> None:
         """Replace the seconds of some rounds."""
         self._seconds.update(more._seconds)
+        self._short.update(more._short)
         self._chunks.update(more._chunks)
         self._beside.update(more._beside)
         self._fetches.update(more._fetches)
+
+    def longer(self, num_slots: int, num_nodes: int, num_positions: int) -> RoundTimes:
+        """Return what holds for a longer bucket as long as it is not measured: the longest one."""
+        size, bucket = (num_slots, num_nodes), (num_slots, num_nodes, num_positions)
+        last = max(b for b in self._seconds if b[:2] == size)
+        return RoundTimes({bucket: self._seconds[last]})
 
     @property
     def rounds(self) -> Table:
         """The seconds of rounds without drafting on the device."""
         return dict(self._seconds)
 
-    def __call__(self, num_slots: int, num_nodes: int, num_positions: int) -> float | None:
-        return self._seconds.get((num_slots, num_nodes, num_positions))
+    def __call__(
+        self, num_slots: int, num_nodes: int, num_positions: int, live_tokens: float | None = None
+    ) -> float | None:
+        """Return the seconds of a round with so many live positions a row, by mean; None: half.
+
+        t(short) + (t − t(short)) · (live − S/8) / (S/2 − S/8),  never below t(short)
+        """
+        bucket = num_slots, num_nodes, num_positions
+        taken_s, short_s = self._seconds.get(bucket), self._short.get(bucket)
+        if taken_s is None or short_s is None or live_tokens is None:
+            return taken_s
+        low, high = num_positions / SHORT_PART, num_positions / LIVE_PART
+        return short_s + max(taken_s - short_s, 0.0) * max(live_tokens - low, 0.0) / (high - low)
 
     def draft(self, name: str, num_slots: int, depth: int, num_positions: int) -> float:
         """Interpolate the seconds between the measured depths; 0 if none is measured."""
@@ -81,17 +106,34 @@ class RoundTimes:
         return t0 if d0 == d1 else t0 + (t1 - t0) * (depth - d0) / (d1 - d0)
 
     def scaled(self, factor: float, rounds: Table) -> RoundTimes:
-        """Return `rounds`, with these seconds of drafts and chunks times a factor."""
-        drafts = self._drafts.items()
-        scaled = {name: {at: factor * s for at, s in table.items()} for name, table in drafts}
-        tables = self._chunks, self._beside, self._fetches
-        others = [{at: factor * s for at, s in table.items()} for table in tables]
-        return RoundTimes(rounds, scaled, *others)
+        """Return `rounds`, with these seconds of drafts and chunks times a factor.
+
+        Seconds of short rows keep their ratio to the others.
+        """
+
+        def times_factor(table: Table) -> dict[tuple[int, int, int], float]:
+            return {at: factor * s for at, s in table.items()}
+
+        return RoundTimes(
+            rounds,
+            {name: times_factor(table) for name, table in self._drafts.items()},
+            times_factor(self._chunks),
+            short_seconds={at: s * rounds[at] / self._seconds[at] for at, s in self._short.items()},
+            beside_seconds=times_factor(self._beside),
+            fetch_seconds=times_factor(self._fetches),
+        )
 
     def without_drafts(self, name: str) -> RoundTimes:
         """Return the same without the seconds of a drafter."""
         drafts = {n: t for n, t in self._drafts.items() if n != name}
-        return RoundTimes(self._seconds, drafts, self._chunks, self._beside, self._fetches)
+        return RoundTimes(
+            self._seconds,
+            drafts,
+            self._chunks,
+            short_seconds=self._short,
+            beside_seconds=self._beside,
+            fetch_seconds=self._fetches,
+        )
 
     def fetch(self, num_slots: int) -> float:
         """Return the host's seconds in a fetch; 0 if they are not measured."""
@@ -129,7 +171,7 @@ class RoundTimes:
 
     def rows(self) -> list[list[str | float]]:
         """Return rows of [table, slots, nodes or depth, positions, seconds], for a run folder."""
-        own = self._seconds, self._chunks, self._beside, self._fetches
+        own = self._seconds, self._short, self._chunks, self._beside, self._fetches
         tables = dict(zip(NAMED, own, strict=True))
         tables |= {f"{DRAFT}{name}": table for name, table in self._drafts.items()}
         return [[name, *at, t] for name, table in tables.items() for at, t in sorted(table.items())]
@@ -146,9 +188,19 @@ class RoundTimes:
             if name not in NAMED and not str(name).startswith(DRAFT):
                 raise ValueError(f"expected {', '.join(NAMED)} or {DRAFT}…, got {name!r}")
             tables.setdefault(str(name), {})[int(b), int(n), int(s)] = float(taken_s)
-        rounds, *others = (tables.pop(name) for name in NAMED)
-        drafts = {name.removeprefix(DRAFT): table for name, table in tables.items()}
-        return RoundTimes(rounds, drafts, *others)
+        named = {name: tables.pop(name) for name in NAMED}
+        if not named[SHORT].keys() <= named[ROUND].keys():
+            raise ValueError(
+                f"expected rounds of the short rows too, got {sorted(named[SHORT])[:1]}"
+            )
+        return RoundTimes(
+            named[ROUND],
+            {name.removeprefix(DRAFT): table for name, table in tables.items()},
+            named[CHUNKS],
+            short_seconds=named[SHORT],
+            beside_seconds=named[BESIDE],
+            fetch_seconds=named[FETCH],
+        )
 
 
 Bucket = tuple[int, int, int]  # slots, nodes, positions

@@ -35,6 +35,7 @@ from rl.engine.slot_table import SlotTable
 from rl.engine.speculate import Speculator
 from rl.engine.state_delivery import StateDelivery
 from rl.engine.stats import EngineStats, RoundRecord
+from rl.runtime import compilations
 from rl.trajectory import (
     PartialRequest,
     Request,
@@ -73,6 +74,11 @@ class Engine(ModelRunner):
     @property
     def engines(self) -> Sequence[Engine]:
         return (self,)
+
+    @property
+    def rows(self) -> SlotCache:
+        """Return the rows of the present rollout."""
+        return self._rows
 
     @property
     def where(self) -> str:
@@ -199,7 +205,7 @@ class Engine(ModelRunner):
 
     def step(self) -> list[Event]:
         """Admit, run one fetch's rounds, retire; return which requests or chunks ended."""
-        start_s = self.clock()
+        start_s, num_programs = self.clock(), compilations.num_made()
         assert not self._table.chunk_ended_rows(), "each is extended or taken before the next step"
         self._admit()
         self._preempt()
@@ -212,7 +218,7 @@ class Engine(ModelRunner):
         if not table.num_busy:
             return []
         self._rows.wait_in_turn()
-        self._round(start_s)
+        self._round(start_s, num_programs)
         return [*self._chunk_ends(), *self._retire_ended()]
 
     def extend(self, request_id: int, max_tokens: int) -> None:
@@ -325,7 +331,7 @@ class Engine(ModelRunner):
 
     # -- rounds ------------------------------------------------------------
 
-    def _round(self, began_s: float) -> None:
+    def _round(self, began_s: float, num_programs: int) -> None:
         ready_s, table, drafts = self.clock(), self._table, None
         live = table.live()
         decision = plain(len(table))
@@ -365,6 +371,7 @@ class Engine(ModelRunner):
                 prompt_tokens=self.stats.prefilled_tokens - prompt_tokens,
                 cached_in_chunks=self._rounds.cached_in_chunks,
                 plain_rounds=plain_rounds,
+                programs_made=compilations.num_made() - num_programs,
                 num_positions=self._rows.num_positions,
                 request_ids_A=table.request_ids_B[rows_A],
                 cached_tokens_A=table.cached_tokens_B[rows_A] - count_B[rows_A],

@@ -323,6 +323,10 @@ class SlotCache:
             self.joined([row])
         return count
 
+    def hold(self, row: int, num_tokens: int) -> None:
+        """Let a row take part as if so many of its tokens had been computed, to time rounds."""
+        self._filled(row, num_tokens)
+
     def joined(self, rows: Iterable[int]) -> None:
         """Note that rows lack nothing any more."""
         self._joining.update(rows)

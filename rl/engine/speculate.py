@@ -39,6 +39,8 @@ class Speculator:
         self._config, self._stats = config, stats
         self.in_rounds: RoundsDrafter | None = None  # who can draft on the device, as last decided
         self._drafted_A: np.ndarray | None = None  # requests that were drafted for; None: all
+        self._is_plain = False  # as last decided
+        self._lags = False  # the drafter does not know the tokens of plain rounds
 
     def decide(
         self,
@@ -47,6 +49,19 @@ class Speculator:
         num_positions: int,
         cached: CachedPrefixes | None = None,
         num_missing: int = 0,
+    ) -> tuple[Drafts | None, DraftDecision]:
+        """Return the drafts of a round, and which of their tokens to verify: see `_decide`."""
+        drafts, decision = self._decide(live, num_slots, num_positions, cached, num_missing)
+        self._is_plain = decision.num_nodes == num_slots
+        return drafts, decision
+
+    def _decide(
+        self,
+        live: LiveSlots,
+        num_slots: int,
+        num_positions: int,
+        cached: CachedPrefixes | None,
+        num_missing: int,
     ) -> tuple[Drafts | None, DraftDecision]:
         """Return the drafts of a round, and which of their tokens to verify.
 
@@ -111,7 +126,8 @@ class Speculator:
         """Return the drafts of requests that may have some: the drafter knows of no others."""
         max_nodes = self._config.max_nodes - 1
         if (max_A > 0).all():
-            return self._drafts_of(live, max_A)
+            drafts, self._lags = self._drafts_of(live, max_A), False
+            return drafts
         self._drafted_A = max_A > 0
         drafts = no_drafts(len(live), max_nodes)
         if self._drafted_A.any():
@@ -121,6 +137,8 @@ class Speculator:
 
     def _drafts_of(self, live: LiveSlots, max_A: np.ndarray) -> Drafts:
         assert self.drafter is not None, "nobody may draft"
+        if self._lags:
+            self.drafter.committed(live)
         drafts = self.drafter.propose(live, max_A, self._config.max_nodes - 1)
         if len(drafts.count_A) != len(live):
             raise ValueError(
@@ -178,8 +196,15 @@ class Speculator:
         return np.stack([acceptance.accepted_AN.sum(axis=1), seen_A], axis=1)
 
     def committed(self, live: LiveSlots) -> None:
-        """Pass the requests' present tokens to the drafter, while the device is busy."""
-        if self.drafter is not None:
+        """Pass the requests' present tokens to the drafter, while the device is busy.
+
+        In plain rounds they wait until drafts are wanted again.
+        """
+        if self.drafter is None:
+            return
+        if self._is_plain and self.drafter.can_lag:
+            self._lags = True
+        else:
             self.drafter.committed(live)
 
     def finished(self, live: LiveSlots) -> None:

@@ -20,6 +20,8 @@ from spec.drafter import Acceptance, Drafts, Source, by_source
 from spec.round_times import RoundTimes
 
 MAX_TIMELINE_BYTES = 2**28
+PAUSE = 4.0  # times the usual seconds: longer than any round of its kind, shorter than a stop
+FEW = 4  # fetches of a kind, too few for a median
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,7 +32,8 @@ class RoundRecord:
     waiting for the device (`fetched_s`), and committing. As many nodes as slots are plain decoding,
     of max(`rounds_A`) rounds; `rounds_A` counts the rounds of each request. `cached_nodes` were
     tokens of cached responses; in addition to the nodes `prompt_tokens` were computed, and
-    `cached_in_chunks` decided on, in a pass whose tokens would take `plain_rounds` of all rows.
+    `cached_in_chunks` decided on, in a pass whose tokens would take `plain_rounds` of all rows. It
+    waited if `programs_made` meanwhile are not 0.
     """
 
     began_s: float
@@ -50,11 +53,32 @@ class RoundRecord:
     prompt_tokens: int = 0
     cached_in_chunks: int = 0
     plain_rounds: float = 0.0
+    programs_made: int = 0
 
     @property
     def drafted(self) -> bool:
         """Return whether it verified draft tokens."""
         return self.num_nodes > self.num_slots
+
+    @property
+    def num_rounds(self) -> int:
+        """Return its rounds, at least one."""
+        return max(int(self.rounds_A.max(initial=0)), 1)
+
+    @property
+    def fetch_s(self) -> float:
+        """Return its seconds after admission."""
+        return self.ended_s - self.ready_s
+
+    @property
+    def round_s(self) -> float:
+        """Return the same of each round."""
+        return self.fetch_s / self.num_rounds
+
+    def seconds_in(self, times: RoundTimes, num_nodes: int) -> float | None:
+        """Return the measured seconds of a round of its rows with so many nodes."""
+        live_tokens = float(self.cached_tokens_A.mean()) if len(self.cached_tokens_A) else None
+        return times(self.num_slots, num_nodes, self.num_positions, live_tokens)
 
     def moved(self, by_s: float) -> RoundRecord:
         """Return this round by a clock that is so much later."""
@@ -174,19 +198,22 @@ def joined(parts: Sequence[EngineStats]) -> EngineStats:
 def speculation_metrics(stats: EngineStats, times: RoundTimes | None = None) -> dict[str, float]:
     """Return the acceptance of draft tokens in a rollout, in all and by source; {} without any.
 
-    With the measured `times` of a run also the seconds that drafts saved. `tokens_per_round` is
-    per request; `host_share` the part of rounds with draft tokens that the host took.
+    With the measured `times` of a run also the seconds that drafts saved, and the seconds of rounds
+    that were `undisturbed`'s to leave out. `tokens_per_round` is per request; `host_share` the part
+    of rounds with draft tokens that the host took.
     """
     drafted, accepted = stats.drafted_nodes, stats.accepted_tokens
-    metrics = {}
+    metrics, kept = dict[str, float](), undisturbed(stats.timeline, times)
     if times is not None:
         of_cached = int(stats.accepted_by_source[Source.CACHED])
         metrics["spec/accepted_tokens"] = float(accepted - of_cached)
-        without = [r for r in stats.timeline if not r.cached_nodes]
+        without = [r for r in kept if not r.cached_nodes]
         metrics["spec/seconds_saved"] = seconds_saved(without, times)
+        metrics["spec/disturbed_seconds"] = _seconds(stats.timeline) - _seconds(kept)
     rounds = [r for r in stats.timeline if r.drafted]
     if not rounds:
         return metrics
+    kept = [r for r in kept if r.drafted]
     requests = sum(int(r.rounds_A.sum()) for r in rounds)
     emitted = sum(int(r.emitted_A.sum()) for r in rounds)
     metrics |= {
@@ -195,9 +222,9 @@ def speculation_metrics(stats: EngineStats, times: RoundTimes | None = None) -> 
         "spec/drafted_per_round": drafted / requests,
         "spec/speculated_fraction": accepted / max(stats.tokens, 1),
         "spec/wasted_nodes": float(drafted - accepted),
-        "spec/draft_seconds": sum(r.drafted_s - r.ready_s for r in rounds),
-        "spec/verify_seconds": sum(r.fetched_s - r.called_s for r in rounds),
-        "spec/host_share": host_share(rounds),
+        "spec/draft_seconds": sum(r.drafted_s - r.ready_s for r in kept),
+        "spec/verify_seconds": sum(r.fetched_s - r.called_s for r in kept),
+        "spec/host_share": host_share(kept),
     }
     for source in Source:
         if verified := int(stats.drafted_by_source[source]):
@@ -205,6 +232,44 @@ def speculation_metrics(stats: EngineStats, times: RoundTimes | None = None) -> 
             metrics[f"spec/{name}/accept_rate"] = accepted / verified
             metrics[f"spec/{name}/speculated_fraction"] = accepted / max(stats.tokens, 1)
     return metrics
+
+
+def undisturbed(
+    rounds: Sequence[RoundRecord], times: RoundTimes | None = None
+) -> list[RoundRecord]:
+    """Return the rounds but those that waited for a program, or while the machine was paused.
+
+    Of a fetch of n rounds, in s seconds, a pause is
+
+        s > `PAUSE` · max(median of s, n · median of s / n)
+
+    over the fetches like it; if they are fewer than `FEW` and `times` has their rounds, at the pace
+    of the others, s > `PAUSE` · n · t · pace.
+    """
+    kept = [r for r in rounds if not r.programs_made]
+    alike = dict[tuple[int | bool, ...], list[RoundRecord]]()
+    for r in kept:
+        kind = bool(r.prompt_tokens), bool(r.cached_nodes), bool(r.cached_in_chunks)
+        alike.setdefault((r.num_slots, r.num_nodes, r.num_positions, *kind), []).append(r)
+    medians = {
+        key: (np.median([r.fetch_s for r in some]), np.median([r.round_s for r in some]))
+        for key, some in alike.items()
+    }
+    table = {key: times(*key[:3]) if times and not any(key[3:]) else None for key in alike}
+    many = [key for key, some in alike.items() if table[key] and len(some) >= FEW]
+    paces = [medians[key][1] / table[key] for key in many]
+    paused = set[int]()
+    for key, some in alike.items():
+        fetch_s, round_s = medians[key]
+        if len(some) < FEW:
+            known = bool(paces and table[key])
+            fetch_s, round_s = 0.0, table[key] * np.median(paces) if known else math.inf
+        paused |= {id(r) for r in some if r.fetch_s > PAUSE * max(fetch_s, r.num_rounds * round_s)}
+    return [r for r in kept if id(r) not in paused]
+
+
+def _seconds(rounds: Sequence[RoundRecord]) -> float:
+    return sum(r.ended_s - r.began_s for r in rounds)
 
 
 def seconds_saved(rounds: Sequence[RoundRecord], times: RoundTimes) -> float:
@@ -219,11 +284,11 @@ def seconds_saved(rounds: Sequence[RoundRecord], times: RoundTimes) -> float:
         if not r.drafted:
             saved_s -= r.drafted_s - r.ready_s
             continue
-        plain_s = times(r.num_slots, r.num_slots, r.num_positions)
+        plain_s = r.seconds_in(times, r.num_slots)
         assert plain_s is not None, f"no measured plain round of {r.num_slots} slots"
         device_s = r.fetched_s - r.called_s
         if r.prompt_tokens:  # a budget that needs no table has measured plain rounds only
-            device_s = times(r.num_slots, r.num_nodes, r.num_positions) or device_s
+            device_s = r.seconds_in(times, r.num_nodes) or device_s
         tokens = float(r.emitted_A[r.rounds_A > 0].mean())
         saved_s += tokens * plain_s - host_seconds([r]) - device_s
     return saved_s
@@ -239,16 +304,16 @@ def tail_seconds(rounds: Sequence[RoundRecord]) -> float:
 def cached_seconds(rounds: Sequence[RoundRecord]) -> float:
     """Return the seconds of rounds, by the share of their tokens that cached ones had."""
     return sum(
-        (r.ended_s - r.ready_s)
+        r.fetch_s
         * (r.cached_nodes + r.cached_in_chunks)
         / (r.num_nodes + r.prompt_tokens + r.cached_in_chunks)
-        for r in rounds
+        for r in undisturbed(rounds)
     )
 
 
 def host_share(rounds: Sequence[RoundRecord]) -> float:
     """Return the fraction of time after admission that the device waited for the host."""
-    return host_seconds(rounds) / max(sum(r.ended_s - r.ready_s for r in rounds), 1e-9)
+    return host_seconds(rounds) / max(sum(r.fetch_s for r in rounds), 1e-9)
 
 
 def host_seconds(rounds: Sequence[RoundRecord]) -> float:

@@ -26,7 +26,8 @@ def summary_lines(rows: Sequence[Row], evals: Sequence[Row] = ()) -> list[str]:
     if eval_s := _total(evals, "eval_s"):
         lines[0] += f", {duration(eval_s)} in evaluations"
     if any("spec/seconds_saved" in row for row in rows):
-        lines.append(_drafts_line(rows, seconds["rollout"]))
+        rounds_s = seconds["rollout"] - _total(rows, "spec/disturbed_seconds")
+        lines.append(_drafts_line(rows, rounds_s))
     return lines
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 WALL_CLOCK_PREFIXES = ("time/", "perf/", "workers/", "weights/", "ahead/", "drafting/", "bandit/")
 WALL_CLOCK_NAMES = {
     *("step_time", "eval_s", "rollout/moved", "rollout/tail_s"),
-    *("spec/seconds_saved", "spec/turned_off"),
+    *("spec/seconds_saved", "spec/disturbed_seconds", "spec/turned_off"),
     *("spec/cached_seconds", "spec/draft_seconds", "spec/verify_seconds", "spec/host_share"),
     "spec/history_index_seconds",
 }

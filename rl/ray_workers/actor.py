@@ -142,7 +142,9 @@ class WorkerActor:
                 path = Path(folder, "rounds.json")
                 if rounds:
                     path.write_text(rounds)
-                speculation.times = load_or_measure(path, *measured)
+                speculation.times = load_or_measure(
+                    path, *measured, speculation=settings.speculation
+                )
                 rounds = path.read_text()
             if reach.speculative:
                 assert speculation.times is not None

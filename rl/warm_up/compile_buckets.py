@@ -147,7 +147,13 @@ class LongerBuckets:
         self._compiled = True
 
     def finish(
-        self, params: Params, path: Path, times: RoundTimes | None, *, processes: Processes = ALONE
+        self,
+        params: Params,
+        path: Path,
+        times: RoundTimes | None,
+        *,
+        speculation: SpeculationConfig = round_times.OF_TEXT,
+        processes: Processes = ALONE,
     ) -> None:
         """Compile the rest and run it once; measure its rounds for `times`, unless it is None.
 
@@ -162,7 +168,8 @@ class LongerBuckets:
             run_once(pool.engine, self._longer)
             if times is not None:
                 rest = placed, pool.sampling, pool.reach, self.max_positions
-                round_times.complete(path, times, pool.engine, *rest, processes=processes)
+                options: dict[str, Any] = {"speculation": speculation, "processes": processes}
+                round_times.complete(path, times, pool.engine, *rest, **options)
         pool.params = jax.tree.map(_shape, placed)
         self.done = True
 

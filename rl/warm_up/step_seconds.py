@@ -13,7 +13,7 @@ import numpy as np
 
 from models.folder import Folder
 from rl.cluster.processes import ALONE, Processes
-from rl.engine.stats import RoundRecord, seconds_saved
+from rl.engine.stats import RoundRecord, seconds_saved, undisturbed
 from rl.runtime.run_files import SECONDS_FILE
 from rl.speculation.reuse_seconds import NO_REUSE, reuse_loss_text, reuse_saved_s
 from spec.budget.goodput import DEVICE_SOURCES
@@ -33,8 +33,9 @@ def step_seconds(
 ) -> StepSeconds:
     """Return the seconds of a step's rounds, and the seconds that its drafts saved at its pace.
 
-    Budgets decided by `times`. Tokens of reuse have separate savings.
+    Budgets decided by `times`. Disturbed rounds are left out; tokens of reuse have own savings.
     """
+    rounds = undisturbed(rounds, times)
     own_pace = at_its_pace(rounds, times)
     return StepSeconds(
         sum(r.ended_s - r.began_s for r in rounds),
@@ -47,13 +48,13 @@ def step_seconds(
 
 def at_its_pace(rounds: Sequence[RoundRecord], times: RoundTimes) -> RoundTimes:
     """Return the table as a step's rounds alone correct it: a busy machine slows all of them."""
-    step = RunSeconds()
-    step.played(StepSeconds(0.0, 0.0, _by_bucket(rounds, times), True))
+    step, kept = RunSeconds(), undisturbed(rounds, times)
+    step.played(StepSeconds(0.0, 0.0, _by_bucket(kept, times), True))
     return step.corrected(times)
 
 
 def _by_bucket(rounds: Sequence[RoundRecord], times: RoundTimes) -> dict[Bucket, tuple[int, float]]:
-    """Return how many rounds there were of each bucket, and their median seconds.
+    """Return how many rounds there were of each bucket, and their median seconds, half full.
 
     Rounds with chunks, and those that draft on the device, are of no bucket.
     """
@@ -66,7 +67,9 @@ def _by_bucket(rounds: Sequence[RoundRecord], times: RoundTimes) -> dict[Bucket,
             continue
         start_s = r.ready_s if r.drafted and not is_apart else r.drafted_s
         bucket = r.num_slots, r.num_nodes, r.num_positions
-        fetches.setdefault(bucket, []).append((count, (r.ended_s - start_s) / count))
+        table_s, own_s = times(*bucket), r.seconds_in(times, r.num_nodes)
+        half_full = table_s / own_s if table_s and own_s else 1.0
+        fetches.setdefault(bucket, []).append((count, half_full * (r.ended_s - start_s) / count))
 
     def median(some: Sequence[tuple[int, float]]) -> tuple[int, float]:
         counts, seconds = zip(*some, strict=True)

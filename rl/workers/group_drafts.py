@@ -60,6 +60,7 @@ class SharedDrafts(DraftServer):
         report: Callable[[str], None],
     ) -> None:
         super().__init__(group_size)
+        self.num_drafters = 1  # of other workers
         self._rollout, self._size = rollout, group_size
         self._exchange, self._report = exchange, report
         self._news, self._new, self._gone = threading.Lock(), list[Piece](), list[tuple[int, int]]()

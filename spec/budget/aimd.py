@@ -62,17 +62,19 @@ class Aimd(Budget):
     ) -> DraftDecision:
         decision = all_that_fit(drafts, sizes, num_slots)
         bucket = num_slots, decision.num_nodes, num_positions
-        if decision.taken_A is not None and not self._pays(drafts, bucket):
+        live_tokens = float(live.total_tokens_A.mean())
+        if decision.taken_A is not None and not self._pays(drafts, bucket, live_tokens):
             return self._closed.begin(live, num_slots)
         self._closed.end()
         return decision
 
-    def _pays(self, drafts: Drafts, bucket: tuple[int, int, int]) -> bool:
+    def _pays(self, drafts: Drafts, bucket: tuple[int, int, int], live_tokens: float) -> bool:
         """Return whether the round seems to bring more tokens a second than plain ones."""
         if self._times is None or not self._tokens_per_request:
             return True
         num_slots, _, num_positions = bucket
-        plain_s, round_s = self._times(num_slots, num_slots, num_positions), self._times(*bucket)
+        plain_s = self._times(num_slots, num_slots, num_positions, live_tokens)
+        round_s = self._times(*bucket, live_tokens)
         # windows do not apply to active chains of cached responses
         expected_A = 1 + drafts.prob_AN.sum(axis=1)
         tokens = np.where(drafts.cached_A, expected_A, self._tokens_per_request).mean()

@@ -221,9 +221,11 @@ class BanditBudget(Budget):
         self._on_device, self._is_copy = frozenset(on_device), is_copy
         self._strategy, self._size, self._is_mixed = PLAIN, 1, False
         self._bucket, self._batch = (0, 0), 1  # slots, positions; requests
+        self._live_tokens = 0.0  # of a request, by mean
 
     def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
         self._bucket, self._batch = (num_slots, num_positions), _batch_size(len(live), num_slots)
+        self._live_tokens = float(live.total_tokens_A.mean())
         self._strategy = strategy = self._bandit.select(self._batch)
         if strategy == PLAIN:  # its reward is known
             self._record(np.zeros(len(live)), num_slots)
@@ -262,8 +264,8 @@ class BanditBudget(Budget):
     def _pays(self, drafts: Drafts, taken_A: np.ndarray) -> bool:
         """Return whether a round pays when cached responses continue, which no arm has drafted."""
         num_slots, num_positions = self._bucket
-        plain_s = self._times(num_slots, num_slots, num_positions)
-        round_s = self._times(num_slots, self._size, num_positions)
+        plain_s = self._times(num_slots, num_slots, num_positions, self._live_tokens)
+        round_s = self._times(num_slots, self._size, num_positions, self._live_tokens)
         if plain_s is None or round_s is None:
             return True
         taken_AN = np.arange(drafts.max_nodes) < taken_A[:, None]
@@ -282,7 +284,7 @@ class BanditBudget(Budget):
 
     def _record(self, accepted_A: np.ndarray, num_nodes: int) -> None:
         (num_slots, num_positions), strategy = self._bucket, self._strategy
-        round_s = self._times(num_slots, num_nodes, num_positions)
+        round_s = self._times(num_slots, num_nodes, num_positions, self._live_tokens)
         if round_s is not None:  # nothing is learned from a bucket that was not measured
             for name in self._on_device & set(strategy.sources):
                 round_s += self._times.draft(name, num_slots, strategy.depth, num_positions)

@@ -104,11 +104,15 @@ def best(drafts: Drafts, scale_A: np.ndarray, num_slots: int, num_nodes: int) ->
 
 
 def best_by_size(
-    drafts: Drafts, scale_A: np.ndarray, num_slots: int, sizes: Sizes
+    drafts: Drafts, scale_A: np.ndarray, num_slots: int, sizes: Sizes, share: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return `best` for each number of nodes, [sizes, A], and its expected accepted tokens."""
+    """Return `best` for each number of nodes, [sizes, A], and its expected accepted tokens.
+
+    Drafts have a `share` of the nodes.
+    """
     widest = [widest_tree(num_slots, size, drafts.max_nodes + 1) - 1 for size in sizes]
-    widest_S, room_S = np.array(widest, np.int64), np.array(sizes, np.int64) - num_slots
+    room_S = np.array([round(share * (size - num_slots)) for size in sizes], np.int64)
+    widest_S = np.array(widest, np.int64)
     keys_X = _keys(drafts.prob_AN, drafts.count_A, scale_A, max(widest))
     keys_X.sort()
     return _first(keys_X, drafts.prob_AN, scale_A, widest_S, room_S)

@@ -20,6 +20,7 @@ from spec.budget.budget import (
     Sizes,
     best_by_size,
     best_trees,
+    plain,
 )
 from spec.budget.config import LEARNED, MODEL, parse_budget
 from spec.drafter import (
@@ -67,7 +68,7 @@ class DeviceDraftGate:
         """Compare for a round of this (slots, nodes, positions), with the draft tokens taken."""
         num_slots, _, num_positions = bucket
         depths_of = {name: times.draft_depths(name) for name in DEVICE_SOURCES}
-        round_s = times(*bucket)
+        round_s = times(*bucket, float(live.total_tokens_A.mean()))
         if round_s is None or not any(depths_of.values()):
             return
         taken_AN = np.arange(drafts.max_nodes) < taken_A[:, None]
@@ -89,6 +90,7 @@ class DeviceDraftGate:
 BETTER = 1.03  # a mode is left only for one that promises this much more
 DECAY, ALL_DECAY = 0.9, 0.99  # of the acceptance counts of a request, and of all, a round
 REFUSED_ROUNDS = 16, 256  # min and max time until refused drafts are wanted again
+SAMPLED = 4  # then of one group in so many
 REPEATS = 8  # fetches of rounds that draft on the device, before drafts are looked at again,
 MIN_SHARE = 0.75  # and the share of the requests that have to be there
 PRIOR_NODES = 2.0  # expected draft tokens that the prior of a request weighs
@@ -103,7 +105,8 @@ class Goodput(Budget):
     `spec.budget.budget.best` selects the best. `s_a` is the ratio of accepted to expected draft
     tokens of a request so far, shrunk towards the ratio of all; 1 for cached responses. A mode is
     left only for one that promises `BETTER`. While plain decoding wins, drafts are wanted only
-    after a `PlainSpell`, since they cost the host's time.
+    after a `PlainSpell`, since they cost the host's time, and then for a `SAMPLED` part of the
+    groups, until it would pay for these.
     """
 
     def __init__(self, times: RoundTimes) -> None:
@@ -115,14 +118,24 @@ class Goodput(Budget):
         self._repeats = 0  # fetches to come of rounds that draft on the device
         self._chosen = 0, 0, 0  # slots and nodes of their rounds, and the requests at that time
         self._refused = PlainSpell(index, *REFUSED_ROUNDS)
+        self._num_refused = 0  # times in a row
+        self._share = 1.0  # of the live requests that drafts were wanted for
         self._gate = DeviceDraftGate()
 
     def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
         return self._gate.skips()
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
-        lasts = self._refused.lasts(live, num_slots)
-        return np.full(len(live), 0 if lasts else 2**30, np.int32)
+        self._share = 1.0
+        if self._refused.lasts(live, num_slots):
+            return np.zeros(len(live), np.int32)
+        wanted_A = np.ones(len(live), bool)
+        if self._num_refused:
+            groups = np.unique(live.group_ids_A)
+            some = groups[self._num_refused % SAMPLED :: SAMPLED]
+            wanted_A = np.isin(live.group_ids_A, some if len(some) else groups)
+            self._share = float(wanted_A.mean())
+        return np.where(wanted_A, 2**30, 0).astype(np.int32)
 
     def scale(self, live: LiveSlots) -> np.ndarray:
         """s_a = (accepted + prior · s) / (expected + prior), with s of all requests."""
@@ -143,31 +156,39 @@ class Goodput(Budget):
     def choose(
         self, live: LiveSlots, drafts: Drafts, sizes: Sizes, num_slots: int, num_positions: int
     ) -> DraftDecision:
-        plain_s = self._times(num_slots, num_slots, num_positions)
+        live_tokens = float(live.total_tokens_A.mean())
+        plain_s = self._times(num_slots, num_slots, num_positions, live_tokens)
         if plain_s is None:
             raise KeyError(
                 f"no measured time of a plain round of {num_slots} slots and {num_positions} "
                 "positions: measure the engine's rounds (rl.warm_up.round_times) before the rollout"
             )
         scale_A, self._repeats = self.scale(live), 0
-        scale_A[drafts.cached_A] = 1.0  # the share that is kept is no drafter's acceptance
+        cached_A = drafts.cached_A
+        scale_A[cached_A] = 1.0  # the share that is kept is no drafter's acceptance
+        share = 1.0 if cached_A.any() else self._share
         seconds = {num_slots: plain_s}
         for size in sizes if drafts.count_A.any() else ():
-            round_s = self._times(num_slots, size, num_positions)
+            round_s = self._times(num_slots, size, num_positions, live_tokens)
             if round_s is not None:
                 seconds[size] = round_s
-        taken_SA, accepted_S = best_by_size(drafts, scale_A, num_slots, list(seconds))
-        rate_S = (1 + accepted_S / len(live)) * plain_s / np.fromiter(seconds.values(), float)
+        taken_SA, accepted_S = best_by_size(drafts, scale_A, num_slots, list(seconds), share)
+        tokens_S = 1 + accepted_S / (share * len(live))
+        rate_S = tokens_S * plain_s / np.fromiter(seconds.values(), float)
         s = int(rate_S.argmax())
         best, best_rate, taken_A = list(seconds)[s], float(rate_S[s]), taken_SA[s]
         bucket = num_slots, best, num_positions
         self._gate.observe(self._times, live, drafts, taken_A, scale_A, bucket)
         self._speculating = best > num_slots and (self._speculating or best_rate > BETTER)
-        if self._speculating:
-            self._refused.end()
-            self._repeats, self._chosen = REPEATS, (num_slots, best, len(live))
-            return DraftDecision(best, taken_A)
-        return self._refused.begin(live, num_slots)
+        if not self._speculating:
+            self._num_refused += 1
+            return self._refused.begin(live, num_slots)
+        self._refused.end()
+        self._num_refused = 0
+        if share < 1:  # the others draft from the next round on
+            return plain(num_slots)
+        self._repeats, self._chosen = REPEATS, (num_slots, best, len(live))
+        return DraftDecision(best, taken_A)
 
     def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
         accepted_A, expected_A = sums(drafts, acceptance)

@@ -40,6 +40,10 @@ class DrafterUnion(Drafter):
         self._round = 0
         self._last: dict[int, int] = {}  # the drafters of the last round, and their sources
 
+    @property
+    def can_lag(self) -> bool:
+        return all(drafter.can_lag for drafter in self._drafters)
+
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         self._round += 1
         worth_K = self._accepted >= WORTH_ASKING * self._num_requests

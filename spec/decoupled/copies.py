@@ -79,6 +79,10 @@ class CopiesDrafter(Drafter):
                 self._last.append((some, drafter))
         return drafts
 
+    @property
+    def can_lag(self) -> bool:
+        return False  # copies run on other workers
+
     def in_rounds(self) -> RoundsDrafter | None:
         return None
 

@@ -29,9 +29,13 @@ Piece = tuple[int, int, int, np.ndarray]
 
 
 class DraftServer:
-    """The tokens of all groups, each until `group_size` requests have ended (0: for ever)."""
+    """The tokens of all groups, each until `group_size` requests have ended (0: for ever).
+
+    `num_drafters` are those that it serves here.
+    """
 
     def __init__(self, group_size: int = 0) -> None:
+        self.num_drafters = 0
         self._lock, self._group_size = threading.Lock(), group_size
         self._texts: dict[int, dict[int, array[int]]] = {}  # of each group, by request
         self._ended: collections.defaultdict[int, set[int]] = collections.defaultdict(set)
@@ -106,6 +110,7 @@ class GroupDrafter(Drafter):
         self, rule: ProposalRule = RULE, update_tokens: int = 4, server: DraftServer | None = None
     ) -> None:
         self._server, self._update_tokens = server or DraftServer(), update_tokens
+        self._server.num_drafters += 1
         self._tail = rule.longest
         self._forest = SuffixForest(rule.context_tokens)
         self._followers = RequestFollowers(self._forest, rule, Source.GROUP)
@@ -117,6 +122,10 @@ class GroupDrafter(Drafter):
         self._messages: list[Callable[[], None]] = []  # since the thread was last given some
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="group")
         self._work: Future[None] | None = None
+
+    @property
+    def can_lag(self) -> bool:
+        return self._server.num_drafters == 1  # no other worker waits for this one's tokens
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         self.wait()

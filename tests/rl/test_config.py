@@ -14,7 +14,7 @@ import pytest
 from models import hf, transformer
 from policies.make.characters import save_character_tokenizer
 from rl.config import TrainConfig, recipe
-from rl.config_checks import check_correct_by, check_task_names
+from rl.config_checks import ahead_loss, check_correct_by, check_task_names
 from rl.engine.config import EngineConfig
 from rl.gin.loader import ConfigError, load
 from rl.inputs import open_inputs, remarks
@@ -581,3 +581,18 @@ def test_a_task_of_a_mix_may_not_have_a_functions_name(tiny):
     specs = "Task.specs=('digits=reasoning_gym:gcd', 'b=reasoning_gym:lcm')"
     with pytest.raises(ValueError, match="a task and a reward function are both called 'digits'"):
         check_task_names(load(TrainConfig, [tiny], [specs]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    number: int
+    platform: str = "gpu"
+
+
+def test_ahead_on_shared_devices_is_said_to_slow_updates():
+    trainer, worker = Device(0), Device(1)
+    assert ahead_loss("ahead", [trainer], [worker]) is None
+    assert ahead_loss("sync", [trainer], [trainer]) is None
+    assert "0.77 of their speed" in ahead_loss("ahead", [trainer, worker], [trainer, worker])
+    cores = Device(0, "cpu"), Device(1, "cpu")  # several devices of one CPU
+    assert "the CPU's cores are shared" in ahead_loss("ahead", cores[:1], cores[1:])

@@ -10,6 +10,7 @@ TIMES = RoundTimes(
     {(8, 8, 64): 1.0, (8, 32, 64): 2.0},
     {"learned": {(8, 1, 64): 0.5, (8, 5, 64): 2.5, (4, 1, 64): 9.0}, "model": {(8, 2, 64): 7.0}},
     {(8, 64, 64): 3.0},
+    short_seconds={(8, 8, 64): 0.25},
 )
 
 
@@ -25,9 +26,34 @@ def test_depths_between_two_are_on_their_line():
 
 def test_rows_and_back():
     again = RoundTimes.from_rows(TIMES.rows())
-    assert again.rows() == TIMES.rows() and len(TIMES.rows()) == 7
-    names = {"packed round", "draws in chunks", "draft learned", "draft model"}
+    assert again.rows() == TIMES.rows() and len(TIMES.rows()) == 8
+    names = {
+        "packed round of short rows",
+        "packed round",
+        "draws in chunks",
+        "draft learned",
+        "draft model",
+    }
     assert {row[0] for row in TIMES.rows()} == names
+
+
+def test_seconds_of_a_round_are_on_a_line_over_its_live_positions():
+    """An eighth of 64 positions and half of them."""
+    assert [TIMES(8, 8, 64, live) for live in (0, 8, 20, 32, 56)] == [0.25, 0.25, 0.625, 1.0, 1.75]
+    assert TIMES(8, 32, 64, 8) == TIMES(8, 32, 64) == 2.0, "no short row was measured"
+    assert TIMES(4, 4, 64, 8) is None
+    twice = TIMES.scaled(2.0, {at: 2 * t for at, t in TIMES.rounds.items()})
+    assert twice(8, 8, 64, 8) == 0.5
+    # noise: a short row never takes longer
+    odd = RoundTimes({(8, 8, 64): 1.0}, short_seconds={(8, 8, 64): 1.5})
+    assert odd(8, 8, 64, 8) == odd(8, 8, 64, 60) == 1.5
+    with pytest.raises(ValueError, match="expected short rows of rounds in the table"):
+        RoundTimes.from_rows([["packed round of short rows", 8, 8, 64, 1.0]])
+
+
+def test_a_longer_bucket_counts_as_the_longest_measured_one():
+    times = RoundTimes({(8, 8, 64): 1.0, (8, 8, 128): 2.0, (4, 4, 256): 9.0})
+    assert times.longer(8, 8, 512).rounds == {(8, 8, 512): 2.0}
 
 
 def test_chunks_verify_where_a_token_takes_fewer_seconds_there_than_as_a_node():

@@ -16,6 +16,7 @@ from rl.engine.stats import (
     seconds_saved,
     speculation_metrics,
     tail_seconds,
+    undisturbed,
 )
 from rl.reports import timeline_plot
 from rl.runtime.run_files import TIMELINE_FILE
@@ -90,6 +91,7 @@ def test_seconds_saved_are_those_of_plain_rounds_less_those_of_rounds_with_draft
     assert metrics["spec/accepted_tokens"] == 5
     assert metrics.keys() - speculation_metrics(stats).keys() == {
         "spec/seconds_saved",
+        "spec/disturbed_seconds",
         "spec/accepted_tokens",
     }
     stats.timeline.append(dataclasses.replace(all_three, cached_nodes=3))
@@ -108,7 +110,59 @@ def test_a_run_that_may_draft_says_what_looking_for_drafts_cost():
     stats = EngineStats(tokens=12)
     stats.timeline.append(record(0, 1, [1], [4]))
     metrics = speculation_metrics(stats, RoundTimes({}))
-    assert metrics == {"spec/accepted_tokens": 0, "spec/seconds_saved": -2}
+    assert metrics == {
+        "spec/accepted_tokens": 0,
+        "spec/seconds_saved": -2,
+        "spec/disturbed_seconds": 0,
+    }
+
+
+def test_rounds_that_waited_for_a_program_have_no_part_in_any_price():
+    stats, times = example(), RoundTimes({(4, 4, 64): 7.0, (4, 16, 64): 1.0})
+    without = speculation_metrics(stats, times)
+    plain, drafted, _ = stats.timeline
+    waited = [slow(dataclasses.replace(r, programs_made=2), 1000.0) for r in (plain, drafted)]
+    stats.timeline += waited
+    assert undisturbed(stats.timeline, times) == stats.timeline[:3]
+    metrics = speculation_metrics(stats, times)
+    for name in ("spec/seconds_saved", "spec/host_share", "spec/draft_seconds"):
+        assert metrics[name] == without[name]
+    assert metrics["spec/disturbed_seconds"] == 2 * 1010
+
+
+def slow(r, more_s, phase="drafted_s"):
+    """Return the round with one of its phases longer."""
+    names = [name for name in vars(r) if name.endswith("_s")]
+    late = names[names.index(phase) :]
+    return dataclasses.replace(r, **{name: getattr(r, name) + more_s for name in late})
+
+
+@pytest.mark.parametrize("phase", ["drafted_s", "called_s", "fetched_s", "ended_s"])
+def test_a_pause_is_left_out_wherever_it_fell(phase):
+    """Fetches take 9 s after admission."""
+    rounds = [record(10 * i, 4, [5], [2]) for i in range(8)]
+    assert len(undisturbed([*rounds, slow(rounds[0], 26.0, phase)])) == 9
+    assert undisturbed([slow(rounds[0], 28.0, phase), *rounds]) == rounds
+
+
+def test_a_longer_fetch_is_no_pause_and_rounds_of_other_kinds_are_compared_apart():
+    short = [record(0, 1, [5], [1])] * 6
+    long = slow(record(0, 1, [5], [16]), 100.0, "fetched_s")
+    assert undisturbed([*short, long]) == [*short, long]
+    others = [
+        slow(dataclasses.replace(short[0], **more), 100.0)
+        for more in ({"prompt_tokens": 9}, {"cached_in_chunks": 9}, {"cached_nodes": 2})
+    ]
+    assert undisturbed([*short, *others]) == [*short, *others]
+    assert undisturbed([*short, slow(short[0], 100.0)]) == short
+
+
+def test_a_lone_round_is_compared_with_its_measured_seconds_at_the_pace_of_the_others():
+    plain, times = [record(0, 1, [5], [1])] * 6, RoundTimes({(4, 4, 64): 3.0, (4, 16, 64): 6.0})
+    drafted = record(0, 4, [5], [2])  # 9 s where plain rounds take three times the table's
+    for more_s, num_left in ((60.0, 7), (65.0, 6)):
+        assert len(undisturbed([*plain, slow(drafted, more_s)], times)) == num_left
+    assert len(undisturbed([*plain, slow(drafted, 1000.0)])) == 7, "nothing to compare it with"
 
 
 def test_a_rollout_without_drafts_has_no_speculation_metrics():

@@ -26,6 +26,12 @@ def test_time_and_drafts_are_summed_over_steps():
     )
 
 
+def test_seconds_of_disturbed_rounds_are_no_seconds_of_plain_rollouts():
+    rows = [row(1, rollout=47.0, total=60.0, drawn=100.0, accepted=30.0, saved_s=4.0)]
+    rows[0]["spec/disturbed_seconds"] = 31.0
+    assert summary_lines(rows)[1].endswith("drafts saved about 4.0 s, 20% of plain rollouts")
+
+
 def test_reused_tokens_are_a_share_of_all_response_tokens():
     rows = [row(1, rollout=9.0, total=20.0, drawn=600.0, accepted=300.0, saved_s=1.0)]
     rows[0] |= {"spec/verified_prefix_tokens": 40.0, "spec/cached_responses": 10.0}

@@ -1,6 +1,7 @@
 """A warm-up has one cache of pages at a time: on an accelerator there is no memory for two."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import pytest
@@ -16,11 +17,9 @@ REACH = Reach(max_requests=4, max_prompt_tokens=16, speculative=True, moves=True
 
 
 class Counting(Engine):
-    """Notes how many arrays of pages there are where a cache is made."""
+    """Notes how many arrays of pages there are where a cache is made, by it or by a copy of it."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.found = []
+    found: ClassVar[list[int]] = []
 
     def empty_cache(self, num_slots, num_positions):
         if not self.makes_shapes:
@@ -31,6 +30,7 @@ class Counting(Engine):
 
 @pytest.fixture
 def engine():
+    Counting.found.clear()
     return Counting(tiny_team.MODEL, CONFIG)
 
 

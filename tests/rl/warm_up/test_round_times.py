@@ -15,9 +15,13 @@ from models import transformer
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
+from rl.speculation.config import SpeculationConfig
+from rl.speculation.sources import Speculation
 from rl.trajectory import Request
 from rl.warm_up import compile_buckets, round_times
 from rl.warm_up.rollout_programs import Reach, round_buckets
+from spec.budget.budget import plain
+from spec.budget.goodput import Goodput
 from spec.config import SamplingConfig
 from spec.reuse.prefix_rule import PrefixRule, parse_mode
 from spec.reuse.rollout_cache import CachedResponse
@@ -52,24 +56,21 @@ def test_each_bucket_is_timed_and_a_plain_fetch_is_shared_by_its_rounds(params):
 
 
 class Falling(Engine):
-    """An engine whose rounds take less time the more nodes they have, by its clock."""
+    """An engine whose rounds take less time the more nodes they have."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.now_s, self.took_s = 0.0, {2: 8.0, 4: 1.0}
-        self.clock = lambda: self.now_s
+    now_s, took_s = [0.0], {2: 8.0, 4: 1.0}
 
     def verify_options(self, draw, num_slots, num_nodes):
-        self.now_s += self.took_s[num_nodes]
+        self.now_s[0] += self.took_s[num_nodes] / 2  # of two calls a round
         return super().verify_options(draw, num_slots, num_nodes)
 
     def decode_options(self, draw):
-        self.now_s += self.took_s[2]
+        self.now_s[0] += self.took_s[2]
         return super().decode_options(draw)
 
 
 def test_the_table_never_falls_with_more_nodes(params):
-    engine = Falling(TINY, CONFIG)
+    engine = Falling(TINY, CONFIG, clock=lambda: Falling.now_s[0])
     times = round_times.measure(engine, params, SAMPLING, [(2, 2, 16), (2, 4, 16)])
     assert times(2, 2, 16) == times(2, 4, 16) == 1.5  # of 8 / 4 rounds and 1
 
@@ -77,25 +78,27 @@ def test_the_table_never_falls_with_more_nodes(params):
 def test_the_other_workers_decode_while_one_is_timed(params, tmp_path):
     """Each of them has begun before the last round is timed, and none goes on after."""
 
+    calls = [0, 0]
+
     class Decodes(Engine):
         def decode_options(self, draw):
-            self.calls = getattr(self, "calls", 0) + 1
+            calls[self.number] += 1
             return super().decode_options(draw)
 
     class Waits(Engine):
         def verify_options(self, *given):
-            while not all(getattr(other, "calls", 0) for other in others):
+            while not all(calls):
                 time.sleep(0.001)
             return super().verify_options(*given)
 
-    others = [Decodes(TINY, CONFIG), Decodes(TINY, CONFIG)]
+    others = [Decodes(TINY, CONFIG, number=i) for i in range(2)]
     path = tmp_path / "round_times.json"
     given = Waits(TINY, CONFIG), params, SAMPLING, REACH
     round_times.load_or_measure(path, *given, beside=others)
-    after = [other.calls for other in others]
+    after = list(calls)
     assert json.loads(path.read_text())["made_for"]["workers"] == 3
     time.sleep(0.05)
-    assert [other.calls for other in others] == after
+    assert calls == after
 
 
 def test_the_file_is_used_where_it_fits_and_measured_again_elsewhere(params, tmp_path):
@@ -106,14 +109,63 @@ def test_the_file_is_used_where_it_fits_and_measured_again_elsewhere(params, tmp
         return round_times.load_or_measure(path, engine, params, SAMPLING, REACH)
 
     # a fetch of one tick holds four plain rounds
-    assert load().rows() == [["packed round", 2, 2, 16, 0.25], ["packed round", 2, 4, 16, 1.0]]
+    names = "packed round", "packed round of short rows"
+    assert load().rows() == [
+        [name, 2, *rest] for name in names for rest in ([2, 16, 0.25], [4, 16, 1.0])
+    ]
     assert load(step_s=5.0)(2, 4, 16) == 1.0  # kept
     assert json.loads(path.read_text())["made_for"]["buckets"] == [[2, 2, 16], [2, 4, 16]]
     other = dataclasses.replace(CONFIG, rounds_per_fetch=2)
     assert load(other, step_s=5.0).rows() == [
-        ["packed round", 2, 2, 16, 2.5],
-        ["packed round", 2, 4, 16, 5.0],
+        [name, 2, *rest] for name in names for rest in ([2, 16, 2.5], [4, 16, 5.0])
     ]
+
+
+def test_a_table_that_an_earlier_run_kept_is_not_measured_again(params, tmp_path):
+    kept = tmp_path / "kept"
+
+    def load(run, step_s, config=CONFIG, **drafts):
+        engine = Engine(TINY, config, clock=ticking(step_s))
+        given = engine, params, SAMPLING, dataclasses.replace(REACH, speculative=True)
+        return round_times.load_or_measure(tmp_path / run, *given, kept=kept, **drafts)
+
+    assert load("first", 1.0)(2, 4, 16) == 1.0 and len([*kept.iterdir()]) == 1
+    assert load("second", 5.0)(2, 4, 16) == 1.0
+    assert (tmp_path / "second").read_text() == (tmp_path / "first").read_text(), "for its resume"
+    own = SpeculationConfig(sources=("own",))
+    assert load("third", 5.0, speculation=own)(2, 4, 16) == 5.0, "other drafters"
+
+
+def test_the_table_of_a_busy_machine_is_not_kept(params, tmp_path):
+    steps = itertools.cycle([1.0, 1.0, 4.0])  # of times between two looks at the clock
+    times = itertools.accumulate(steps)
+    engine = Engine(TINY, CONFIG, clock=lambda: next(times))
+    given = tmp_path / "run", engine, params, SAMPLING, REACH
+    round_times.load_or_measure(*given, kept=tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
+
+
+def test_a_fetch_has_the_runs_drafters_and_its_budget(params, monkeypatch):
+    """Of those that draft on the device none: they are timed apart."""
+    made, asked = [], []
+
+    class Noted(Speculation):
+        def __init__(self, config, *given):
+            made.append((config.sources, config.budget))
+            super().__init__(config, *given)
+
+    def choose(self, *given):
+        asked.append(given[2])
+        return plain(given[3])
+
+    monkeypatch.setattr(round_times, "Speculation", Noted)
+    monkeypatch.setattr(Goodput, "choose", choose)
+    config = SpeculationConfig(sources=("group", "learned", "history"))
+    times = round_times.measure(
+        Engine(TINY, CONFIG), params, SAMPLING, [(2, 2, 16), (2, 4, 16)], speculation=config
+    )
+    assert set(made) == {(("group", "history"), "goodput")}
+    assert len(times.rounds) == 2 and len(asked) >= 2 * round_times.TRIES
 
 
 @pytest.mark.parametrize("text", ["{", '"x"', '{"made_for": {}}', "\x00"])

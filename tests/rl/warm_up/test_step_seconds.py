@@ -65,6 +65,14 @@ def test_rounds_that_are_of_no_bucket_are_left_out():
     assert cached.saved_s == 0 and cached.rounds == {DRAFTED: (1, 9.0)}
 
 
+def test_a_compiler_is_no_loss_by_drafts():
+    rounds = [record(4, 4), record(4, 8, 9.0), record(16, 1), record(16, 1)]
+    waited = [record(16, 1, 5000.0, programs_made=3), record(4, 4, 5000.0, programs_made=1)]
+    assert step_seconds([*waited, *rounds], TIMES, True) == step_seconds(rounds, TIMES, True)
+    pace = at_its_pace([*waited, *rounds], TIMES)
+    assert pace.rows() == at_its_pace(rounds, TIMES).rows()
+
+
 def test_a_recorded_step_is_read_instead_of_measured(tmp_path):
     first, folder = losing(losing_steps=2), Folder(tmp_path)
     kept = SecondsRecord(folder)

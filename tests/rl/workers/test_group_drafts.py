@@ -8,6 +8,7 @@ import pytest
 from rl.runtime.waits import ProgramLost
 from rl.workers import group_drafts
 from rl.workers.group_drafts import MAX_ROLLOUTS, GroupDrafts, SharedDrafts
+from spec.retrieval.group import GroupDrafter
 
 
 def tokens(*ids):
@@ -22,6 +23,11 @@ def heard(server, groups):
 
 def no_remarks(line):
     raise AssertionError(line)
+
+
+def test_a_worker_whose_tokens_others_fetch_may_not_lag():
+    shared, _ = pair(GroupDrafts())
+    assert not GroupDrafter(server=shared).can_lag
 
 
 def pair(service, group_size=0):

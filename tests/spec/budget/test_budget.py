@@ -224,6 +224,58 @@ def test_goodput_asks_for_no_drafts_while_it_waits():
     assert asked(start + 1, request_id=99)  # the request that it waits with has ended
 
 
+def test_refused_drafts_are_wanted_again_for_a_part_of_the_groups_until_they_pay():
+    budget, requests = Goodput(DEAR), live(8)  # a group each
+
+    def at(passed):
+        return dataclasses.replace(requests, total_tokens_A=requests.total_tokens_A + passed)
+
+    def drafted(wanted_A, prob):
+        return chains(np.where(wanted_A, 15, 0), prob)
+
+    assert (budget.limits(at(0), 32) > 0).all()
+    assert choose(budget, at(0), chains([15] * 8, 0.1), 32) == 1
+    some_A = budget.limits(at(16), 32) > 0
+    assert some_A.sum() == 2
+    assert choose(budget, at(16), drafted(some_A, 0.1), 32) == 1
+    others_A = budget.limits(at(48), 32) > 0
+    assert others_A.sum() == 2 and not (others_A & some_A).any()
+    found = budget.choose(at(48), drafted(others_A, 0.95), [32 * n for n in SIZES], 32, 64)
+    assert (found.taken_A, found.num_rounds) == (None, 1), "the others have no drafts yet"
+    assert (budget.limits(at(49), 32) > 0).all()
+    assert choose(budget, at(49), chains([15] * 8, 0.95), 32) > 1
+    alone = Goodput(DEAR)
+    assert choose(alone, live(1), chains([15], 0.1), 32) == 1
+    assert (alone.limits(live(1, first_id=3), 32) > 0).all(), "one group is all there is"
+
+
+def test_a_part_of_the_requests_is_judged_by_its_part_of_the_nodes():
+    """All are alike: what pays for all of them pays for a quarter, and what does not, does not."""
+    for prob in (0.3, 0.6, 0.9):
+        whole, part, requests = Goodput(DEAR), Goodput(DEAR), live(8)
+        assert choose(part, requests, chains([15] * 8, 0.1), 32) == 1
+        later = dataclasses.replace(requests, total_tokens_A=requests.total_tokens_A + 16)
+        wanted_A = part.limits(later, 32) > 0
+        found = part.choose(
+            later, chains(np.where(wanted_A, 15, 0), prob), [32 * n for n in SIZES], 32, 64
+        )
+        pays = choose(whole, requests, chains([15] * 8, prob), 32) > 1
+        assert (found.num_rounds == 1) == pays, prob
+
+
+def test_rounds_are_priced_by_the_live_positions_of_their_rows():
+    """Short rows make plain rounds cheaper, and rounds with draft tokens hardly."""
+    rounds = {(1, 1, 512): 2.0, (1, 4, 512): 3.0}
+    short_seconds = {(1, 1, 512): 0.5, (1, 4, 512): 2.9}
+    budget = Goodput(RoundTimes(rounds, short_seconds=short_seconds))
+
+    def chosen(tokens):
+        now = dataclasses.replace(live(1), total_tokens_A=np.array([tokens]))
+        return budget.choose(now, chains([3], 0.8), [4], 1, 512).num_nodes
+
+    assert [chosen(tokens) for tokens in (64, 256, 512)] == [1, 4, 4]
+
+
 def test_goodput_needs_a_measured_plain_round():
     with pytest.raises(KeyError, match="64 slots and 32 positions: measure"):
         Goodput(FREE).choose(live(1), chains([1], 0.9), SIZES, 64, 32)

@@ -6,6 +6,7 @@ import time
 import pytest
 from live_by_hand import drafts, ids, live_texts
 
+from spec.budget.union import DrafterUnion
 from spec.retrieval.group import DraftServer, GroupDrafter
 from spec.retrieval.suffix_drafter import NgramDrafter
 from spec.retrieval.suffix_forest import ProposalRule
@@ -166,3 +167,12 @@ def test_own_text_repeats_itself():
     drafter.finished(live_texts([1, 2, 3, 4, 1, 2, 3]))
     # the id may be another request's in a later phase
     assert drafts(drafter, live_texts([9, 9, 8, 8]), most=2) == [[]]
+
+
+def test_only_a_worker_that_nobody_waits_for_may_lag():
+    server = DraftServer()
+    one = GroupDrafter(server=server)
+    assert one.can_lag and DrafterUnion([one, NgramDrafter()]).can_lag
+    other = GroupDrafter(server=server)
+    assert not one.can_lag and not other.can_lag
+    assert not DrafterUnion([one, NgramDrafter()]).can_lag

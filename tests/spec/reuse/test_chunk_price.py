@@ -138,7 +138,7 @@ def test_tokens_of_short_responses_are_worth_less_than_those_of_the_longest():
 
 
 def test_a_pass_also_takes_a_fetch():
-    slow = RoundTimes(TIMES.rounds, None, {(8, 20, 64): 1.0}, None, {(8, 1, 64): 0.1})
+    slow = RoundTimes(TIMES.rounds, None, {(8, 20, 64): 1.0}, fetch_seconds={(8, 1, 64): 0.1})
     just = 10 * MARGIN * (1.0 + 0.1) / 2
     assert best([1.01 * just] * 2, price=ChunkPrice(slow, 10)) == Pass(2, is_beside=False)
     assert best([0.99 * just] * 2, price=ChunkPrice(slow, 10)) is None

@@ -1,0 +1,22 @@
+"""The number of programs that jax has traced or compiled in this process."""
+
+from __future__ import annotations
+
+import jax.monitoring
+
+_EVENTS = "/jax/core/compile/"
+_num_made = 0
+
+
+def num_made() -> int:
+    """Return the number of traced, lowered and compiled programs so far, each counted apart."""
+    return _num_made
+
+
+def _listen(event: str, duration_s: float, **details: object) -> None:
+    global _num_made
+    if event.startswith(_EVENTS):
+        _num_made += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)

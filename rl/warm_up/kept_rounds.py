@@ -1,0 +1,102 @@
+"""Tables of round seconds that runs share, in the folder of the user's compiled programs.
+
+A file is plain JSON, named by a digest of the settings, the machine and the code; nothing in it is
+executed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from models.folder import Folder
+from rl.runtime.run_files import PACKAGES, PROJECT_ROOT
+from spec.round_times import RoundTimes
+
+MAX_BYTES = 2**20
+LIBRARIES = "jax", "jaxlib", "numba", "numpy"
+
+
+def folder() -> Path | None:
+    """Return the folder of the compiled programs; None if they are not kept in one of this host."""
+    path = jax.config.jax_compilation_cache_dir
+    if not path or "://" in path or not jax.config.jax_enable_compilation_cache:
+        return None
+    return Path(path)
+
+
+def read(
+    where: Path, made_for: Mapping[str, Any], say: Callable[[str], object]
+) -> RoundTimes | None:
+    """Return the table for these settings, this machine and this code; None without one.
+
+    `say` is called for a file that is something else, which is ignored.
+    """
+    made_for = {**made_for, **_of_machine()}
+    name = _name(made_for)
+    try:
+        kept = Folder(where)
+        if not kept.exists(name):
+            return None
+        content = json.loads(kept.read(name, MAX_BYTES))
+        if content["made_for"] != made_for:
+            raise ValueError("it was made for something else")
+        table = RoundTimes.from_rows(content["rows"])
+        if table.rounds.keys() != {tuple(bucket) for bucket in made_for["buckets"]}:
+            raise ValueError("it has other rounds")
+        return table
+    except FileNotFoundError:
+        return None
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        say(f"ignoring {where / name} ({error}): rounds are measured anew")
+        return None
+
+
+def write(
+    where: Path, times: RoundTimes, made_for: Mapping[str, Any], say: Callable[[str], object]
+) -> None:
+    """Keep a table for other runs, in place of an older one at once."""
+    made_for = {**made_for, **_of_machine()}
+    content = {"made_for": made_for, "rows": times.rows()}
+    name, temporary = _name(made_for), f".{uuid.uuid4().hex}.tmp"  # another run may write as well
+    try:
+        kept = Folder(where, create=True)
+        with kept.create(temporary) as file:
+            file.write(json.dumps(content).encode() + b"\n")
+        kept.rename(temporary, name)
+    except OSError as error:
+        say(f"seconds of rounds are not kept for other runs ({error})")
+
+
+def _name(made_for: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(made_for, sort_keys=True).encode()).hexdigest()
+    return f"round_times-{digest[:32]}.json"
+
+
+def _of_machine() -> dict[str, Any]:
+    """Return what seconds depend on besides a run's settings."""
+    return {
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
+        "flags": os.environ.get("XLA_FLAGS", ""),
+        "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
+        "code": _code(),
+    }
+
+
+@functools.cache
+def _code() -> str:
+    """Return a digest of the source of our packages, as this process has it."""
+    digest = hashlib.sha256()
+    for package in PACKAGES:
+        for path in sorted((PROJECT_ROOT / package).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
