@@ -171,7 +171,8 @@ def _attend(q_XHh, k_XKh, v_XKh, keys, values, places, table_BN, part, out_XHh):
     of_keys_2, of_values_2 = np.zeros(2, np.int64), np.zeros(2, np.int64)
     keyT_hX, value_Xh = np.empty((h, X), np.float32), np.empty((X, h), np.float32)
     q_Yh = np.empty((AT_ONCE * G, h), np.float32)
-    num_seen = min(max(length_X.max(), 0), S) + X + LINE  # a tile may write a line more
+    num_seen = min(max(length_X.max(), 0), S) + X
+    num_seen = (num_seen // LINE + 2) * LINE  # whole lines; a tile may write one more
     score_YV = np.empty((AT_ONCE * G, num_seen), np.float32)
     bits_V = np.empty(num_seen, np.int32)
     power_V = bits_V.view(np.float32)
