@@ -189,10 +189,8 @@ class RoundTimes:
                 raise ValueError(f"expected {', '.join(NAMED)} or {DRAFT}…, got {name!r}")
             tables.setdefault(str(name), {})[int(b), int(n), int(s)] = float(taken_s)
         named = {name: tables.pop(name) for name in NAMED}
-        if not named[SHORT].keys() <= named[ROUND].keys():
-            raise ValueError(
-                f"expected rounds of the short rows too, got {sorted(named[SHORT])[:1]}"
-            )
+        if extra := sorted(named[SHORT].keys() - named[ROUND].keys()):
+            raise ValueError(f"expected short rows of rounds in the table, got {extra[:1]}")
         return RoundTimes(
             named[ROUND],
             {name.removeprefix(DRAFT): table for name, table in tables.items()},

@@ -208,7 +208,9 @@ class TimedFetches:
         """Time a fetch by its rounds, of so many nodes, or a pass of chunks on the device."""
         if isinstance(kind, Pass):
             self._begin()
-            return self._pass(kind)
+            taken_s = self._pass(kind)
+            self._begin()  # the host knows nothing of the pass
+            return taken_s
         table, B = self._engine.rows.table, self._size[0]
         left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
         if left_B.min() < 2 * self._fetch_tokens:
@@ -250,10 +252,10 @@ class TimedFetches:
         if one.is_beside:
             [(chunks, inputs)] = given
             cache, pending = state
-            cache, pending, _, results, entries = chunks_beside_roots(
+            cache, pending, slots, results, entries = chunks_beside_roots(
                 params, cache, pending, slots, self._stop_E, chunks, inputs, **options
             )
-            rows.stepped(cache, pending)
+            rows.stepped(cache, pending, slots)
             calls = [(results, entries)]
         else:
             cache = rows.cache

@@ -50,7 +50,8 @@ PLAIN_ROUNDS = {(8, 8, 64): 1.0, (4, 4, 64): 0.7}
 def priced(alone_s, beside_s):
     """Seconds by which passes of so many chunks of eight tokens are priced, in rounds of 1 s."""
     alone = {(8, 8 * n, 64): s for n, s in alone_s.items()}
-    return RoundTimes(PLAIN_ROUNDS, None, alone, {(8, 8 * n, 64): s for n, s in beside_s.items()})
+    beside = {(8, 8 * n, 64): s for n, s in beside_s.items()}
+    return RoundTimes(PLAIN_ROUNDS, None, alone, beside_seconds=beside)
 
 
 PRICED = {

@@ -72,7 +72,8 @@ def test_chunks_verify_where_a_token_takes_fewer_seconds_there_than_as_a_node():
 def test_rows_of_an_unknown_table_are_refused():
     assert RoundTimes.from_rows(TIMES.rows()).rows() == TIMES.rows()
     named = (
-        "packed round, draws in chunks, draws in chunks with a round, host of a fetch or draft …"
+        "packed round, packed round of short rows, draws in chunks, draws in chunks with a round, "
+        "host of a fetch or draft …"
     )
     with pytest.raises(ValueError, match=f"expected {named}, got 'lookup'"):
         RoundTimes.from_rows([*TIMES.rows(), ["lookup", 8, 4, 64, 1.5]])

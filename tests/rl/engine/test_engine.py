@@ -300,6 +300,8 @@ def test_drafters_hear_what_every_round_begins_with_whoever_is_asked(engine):
     heard = collections.defaultdict(list)
 
     class Hears(Scripted):
+        can_lag = False  # as if other workers drafted from it
+
         def committed(self, live):
             for a, request_id in enumerate(live.request_ids_A.tolist()):
                 heard[request_id].append(live.response(a).tolist())

@@ -115,9 +115,9 @@ class Watched(SymbolicEngine):
 
     most_busy = 0
 
-    def _round(self, began_s):
+    def _round(self, began_s, num_programs):
         self.most_busy = max(self.most_busy, self._table.num_busy)
-        super()._round(began_s)
+        super()._round(began_s, num_programs)
 
 
 def test_what_comes_back_shares_the_pages_of_its_prompt():

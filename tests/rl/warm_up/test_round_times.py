@@ -18,7 +18,7 @@ from rl.engine.rollout_spec import RolloutSpec
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation
 from rl.trajectory import Request
-from rl.warm_up import compile_buckets, round_times
+from rl.warm_up import compile_buckets, round_times, timed_fetches
 from rl.warm_up.rollout_programs import Reach, round_buckets
 from spec.budget.budget import plain
 from spec.budget.goodput import Goodput
@@ -158,7 +158,7 @@ def test_a_fetch_has_the_runs_drafters_and_its_budget(params, monkeypatch):
         asked.append(given[2])
         return plain(given[3])
 
-    monkeypatch.setattr(round_times, "Speculation", Noted)
+    monkeypatch.setattr(timed_fetches, "Speculation", Noted)
     monkeypatch.setattr(Goodput, "choose", choose)
     config = SpeculationConfig(sources=("group", "learned", "history"))
     times = round_times.measure(
