@@ -72,7 +72,7 @@ def open_bench(workload: Workload, config: EngineConfig, *, reuse: bool = False)
     compile_buckets.warm_up(engine, workload.params, workload.sampling, reach)
     buckets = list(round_buckets(engine, workload.sampling, reach))
     given = engine, workload.params, workload.sampling, buckets
-    times = round_times.measure(*given, draws=reuse)
+    times = round_times.measure(*given, draws=reuse)[0]
     return Bench(workload, engine, times, buckets)
 
 

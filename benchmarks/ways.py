@@ -60,9 +60,8 @@ class Ways:
 
         workload, config = work_of(policy, prompts, group_size, slots)
         self.bench = bench = speculation.open_bench(workload, config, reuse=True)
-        if not workload.drafters:
-            bench.workload = self._with_history(workload)
-        kept = self._draw_older(*POLICIES[policy][1:])
+        older, kept = self._draw_older(*POLICIES[policy][1:])
+        bench.workload = self._with_history(workload, older)
         engine = bench.engine
         sched = SchedConfig(workers=2, chunk_tokens=64, policy="seer")
         half = max(1, slots // 2)
@@ -73,12 +72,13 @@ class Ways:
             self.run(way)
         return {"requests": len(workload.requests), **kept}
 
-    def _with_history(self, work: Any) -> Any:
-        """Return the workload with drafters, whose history plain decoding has drawn."""
+    def _with_history(self, work: Any, older: Any) -> Any:
+        """Return the workload with drafters, whose history older weights have drawn."""
         from benchmarks import workloads
         from spec.sampling import step_key
 
-        past = self.bench.engine.run(self._spec("plain", key=step_key(0, 1000)), work.requests)
+        spec = dataclasses.replace(self._spec("plain", key=step_key(0, 1000)), params=older)
+        past = self.bench.engine.run(spec, work.requests)
         rows = [
             {"id": str(r.group_id), "prompt_ids": r.prompt_ids}
             for r in work.requests
@@ -87,8 +87,13 @@ class Ways:
         drafters = workloads.retrieving(rows, past, [0.0] * len(past))
         return dataclasses.replace(work, drafters=drafters)
 
-    def _draw_older(self, changes: Sequence[float], max_kept: float) -> dict[str, float]:
-        """Draw with older weights, by each way's noise, what it reuses; return change and share."""
+    def _draw_older(
+        self, changes: Sequence[float], max_kept: float
+    ) -> tuple[Any, dict[str, float]]:
+        """Draw with older weights, by each way's noise, what it reuses.
+
+        Returns these weights, their change, and the share of their tokens that is kept.
+        """
         work = self.bench.workload
         self.requests = dict.fromkeys(WAYS, work.requests)
         now = self.bench.engine.run(self._spec("plain_coupled"), work.requests)
@@ -103,7 +108,7 @@ class Ways:
             self._reuse(way, drawn)
         spec = dataclasses.replace(self._spec("plain"), params=older)
         self._reuse("lenient", self.bench.engine.run(spec, work.requests))
-        return {"change": change, "kept": round(kept, 3)}
+        return older, {"change": change, "kept": round(kept, 3)}
 
     def _reuse(self, way: str, drawn: Sequence[Any]) -> None:
         pairs = zip(self.bench.workload.requests, drawn, strict=True)

@@ -38,7 +38,7 @@ def paths_of(
 def no_git() -> str:
     """Return why git cannot compare this copy with earlier commits; "" if it can."""
     try:
-        found = _git("rev-parse", "--show-toplevel", "--is-shallow-repository").split()
+        found = _git("rev-parse", "--show-toplevel", "--is-shallow-repository").splitlines()
     except FileNotFoundError:
         return "git is not installed"
     if not found or Path(found[0]) != ROOT:
@@ -70,7 +70,7 @@ def has_changed(commit: str, path: str) -> bool:
     """Return whether a path's code differs from a commit's; True if the commit is unknown."""
     if not _git("rev-parse", "--quiet", "--verify", f"{commit}^{{commit}}"):
         return True
-    files = _git("diff", "--name-only", commit, "--", path).splitlines()
+    files = _git("diff", "--name-only", commit, "--", path, must_work=True).splitlines()
     return any(file_has_changed(commit, file) for file in files)
 
 
@@ -93,7 +93,8 @@ def code_of(text: str) -> str:
     return ast.dump(tree)
 
 
-def _git(*arguments: str) -> str:
+def _git(*arguments: str, must_work: bool = False) -> str:
+    """Return what git prints; nothing if it fails, or an error if it `must_work`."""
     command = ["git", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=must_work)
     return done.stdout

@@ -114,8 +114,8 @@ def ahead_loss(mode: str, trainer: Sequence[Any], workers: Sequence[Any]) -> str
     where = "the CPU's cores are" if shared[0].platform == "cpu" else f"{shared[0]} is"
     return (
         f'Sched.mode="ahead" prefetches during updates, and {where} shared with them: on two '
-        "cores updates had 0.77 of their speed and steps took longer; unless the trainer has "
-        'devices of its own, Sched.mode = "sync" is likely to give the same responses sooner'
+        "cores updates had 0.63 of their speed and steps took longer; unless the trainer has "
+        'devices of its own, Sched.mode="sync" is likely to give the same responses sooner'
     )
 
 

@@ -78,6 +78,8 @@ def train_step(
 
 def _record(system: System, rollouts: Rollouts, advantages: np.ndarray, step: int) -> StepRecord:
     stats, times = rollouts.stats, system.speculation.times_now
+    if not system.config.speculation.enabled:
+        times = None  # a price of reuse alone
     if times is not None:
         times = at_its_pace(stats.timeline, times)
     names = {spec: name for name, spec in task_names(system.config.task)}

@@ -111,8 +111,8 @@ def ranked_blocks(
     C = mass_C.shape[-1]
     W = mass_CW.shape[-1]
     wait_C, wait_W = _races(mass_CW, mass_C, keys)
-    block_C = jnp.log(mass_C / wait_C)
-    best_C = jnp.log(jnp.max(mass_CW / wait_W[..., None, :], axis=-1))[..., :C]
+    block_C = jnp.log(mass_C) - jnp.log(wait_C)  # a quotient of masses could underflow
+    best_C = jnp.max(jnp.log(mass_CW) - jnp.log(wait_W)[..., None, :], axis=-1)[..., :C]
     lead_C = jnp.where(mass_C > 0, block_C - best_C, 0.0)  # of nothing: −∞ − −∞
     noise_V = jnp.tile(-jnp.log(wait_W), C)[..., :V]
     return logits_V + noise_V + jnp.repeat(lead_C, W, axis=-1)[..., :V]

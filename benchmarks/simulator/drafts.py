@@ -49,7 +49,9 @@ class CostTimes(RoundTimes):
         super().__init__({})
         self._cost, self._draft_s = cost, draft_s
 
-    def __call__(self, num_slots: int, num_nodes: int, num_positions: int) -> float:
+    def __call__(
+        self, num_slots: int, num_nodes: int, num_positions: int, live_tokens: float | None = None
+    ) -> float:
         of_each = num_nodes // num_slots
         draft_s = self._draft_s(num_slots, of_each) if of_each > 1 else 0.0
         return self._cost(num_slots, of_each)(num_positions) + draft_s

@@ -34,7 +34,7 @@ from models.kernels.cpu_sums import (
 from models.kernels.cpu_tiles import LANES, LINE
 
 NAME = "reprise_attend_cached_rows"
-PART_PRODUCTS = 2**19  # of a part, about: with so many it takes longer than to be handed out
+PART_PRODUCTS = 2**19  # of a part, about: with fewer, handing it out costs more than it takes
 _task = cpu_calls.task_of(NAME)
 
 

@@ -169,11 +169,12 @@ def _block(x, w, y, num_rows, inputs, width, num_outputs, size_bytes, low):  # t
                 o += outputs
             i += count
         r += rows
+    return kept_N.size  # numba would free it after its last use: before the loop
 
 
 @fast
 def _block_outputs(num_outputs):  # type: ignore[no-untyped-def]
-    """Return the outputs of a part: whole lines of memory, in an even number of equal parts."""
+    """Return the outputs of a part, whole lines of memory; parts are of one size."""
     most = BLOCK_OUTPUTS if num_outputs % (2 * BLOCK_OUTPUTS) == 0 else 2 * LINE
     parts = 2 * ((num_outputs + 2 * most - 1) // (2 * most))
     return ((num_outputs + parts - 1) // parts + LINE - 1) // LINE * LINE

@@ -91,8 +91,6 @@ class CachedPrefixes:
     def _last(self, request: Request) -> tuple[int, float]:
         """Return the tokens of a request's last response, and its miss rate."""
         cached = request.cached if self._rule is not None else None
-        if request.begun:
-            return len(request.begun), self._begun_rate
         return (len(cached.tokens), cached.miss_rate) if cached is not None else (0, 1.0)
 
     def expected_tokens(

@@ -266,7 +266,8 @@ class Engine(ModelRunner):
         """Free rows by `SlotTable.leave` or `SlotTable.preempt`; return their requests."""
         if not len(rows):
             return []
-        self._speculator.left(self._table.view(rows[self._table.live_B[rows]]))
+        has_drafted_B = self._table.live_B | (self._table.emitted_B > 0)  # some verify again
+        self._speculator.left(self._table.view(rows[has_drafted_B[rows]]))
         self._rows.changed()
         return [leave(row, self._spec.policy_version) for row in rows.tolist()]
 
@@ -335,7 +336,9 @@ class Engine(ModelRunner):
         ready_s, table, drafts = self.clock(), self._table, None
         live = table.live()
         decision = plain(len(table))
-        draws = self._rows.draws_next(waits=len(self._waiting) > 0)
+        has_room = self._kv_tokens >= UNLIMITED
+        draws = self._rows.draws_next(waits=len(self._waiting) > 0, may_return=has_room)
+        pricing_s = self.clock() - ready_s
         live = table.live() if table.verifies_in_chunks else live  # rows may decode instead
         if draws is None:
             sizes = len(table), self._rows.num_positions
@@ -371,6 +374,7 @@ class Engine(ModelRunner):
                 prompt_tokens=self.stats.prefilled_tokens - prompt_tokens,
                 cached_in_chunks=self._rounds.cached_in_chunks,
                 plain_rounds=plain_rounds,
+                pricing_seconds=pricing_s if table.verifies_in_chunks else 0.0,
                 programs_made=compilations.num_made() - num_programs,
                 num_positions=self._rows.num_positions,
                 request_ids_A=table.request_ids_B[rows_A],

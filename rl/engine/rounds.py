@@ -107,7 +107,7 @@ class Rounds:
         """Call one round, which computes chunks of prompts if rows lack any; its result."""
         table, rows, runner = self._table, self._rows, self._runner
         slots, state = self._device_slots(), rows.for_round()
-        chunks_TX = rows.next_chunks() if rows.ready(draws=False) else None
+        chunks_TX = rows.next_chunks() if rows.ready() else None
         sizes = len(table), nodes_5M.shape[1], rows.num_positions
         runner.record.note("a round", sizes, table, nodes_5M, chunks_TX)
         *state, result, entries = verify_round(
@@ -155,7 +155,7 @@ class Rounds:
         `until_drafts` ends once so few prompts are missing that drafts may be wanted.
         """
         result, live_B, rows = list[jax.Array](), self._table.live_B, self._rows
-        while len(result) < max_rounds and rows.ready(draws=False) and not self._undecided(live_B):
+        while len(result) < max_rounds and rows.ready() and not self._undecided(live_B):
             if until_drafts and not self._drafts_wait():
                 break
             result.append(self.prompt_round())

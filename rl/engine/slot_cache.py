@@ -168,29 +168,26 @@ class SlotCache:
             for row in self._settled().share(copies, self.table):
                 self._filled(row, int(self.table.prompt_tokens_B[row]) - 1)
 
-    def ready(self, *, draws: bool) -> list[int]:
-        """Return the rows that the next chunks can be of: those that lack their prompt first.
-
-        Without `draws` these alone.
-        """
+    def ready(self) -> list[int]:
+        """Return the rows whose prompts the next chunks can be of."""
         _, rows = self._fills()
         if not rows:
             return []
         verifies_B = self.table.verifies_B
-        rows = [r for r in rows if (draws or not verifies_B[r]) and self._memory.has_room(r)]
-        return sorted(rows, key=lambda r: bool(verifies_B[r]))
+        return [r for r in rows if not verifies_B[r] and self._memory.has_room(r)]
 
     def prompts_first(self) -> bool:
         """Return whether rounds without nodes compute prompts, as no row is live."""
         table = self.table
         if not table.num_busy or table.live_B.any():
             return False
-        return not table.verifies_in_chunks or bool(self.ready(draws=False))
+        return not table.verifies_in_chunks or bool(self.ready())
 
-    def draws_next(self, *, waits: bool) -> NextDraws | None:
+    def draws_next(self, *, waits: bool, may_return: bool = True) -> NextDraws | None:
         """Return the next pass of chunks that draw; None: a round comes next.
 
-        If passes are priced, rows decode until there are enough of them for one that pays. Else
+        If passes are priced, rows decode until there are enough of them for one that pays; they
+        `may_return` from decoding. Else
         they wait until half of the busy rows are live, then for a full pass, or until no request
         `waits` for a slot.
         """
@@ -201,10 +198,14 @@ class SlotCache:
         rows = [row for row in verifying.tolist() if self._memory.has_room(row)]
         assert table.cached is not None
         decoding = np.nonzero(table.live_B & table.cached.watched_B & (table.cached.end_B > 0))[0]
-        if table.cached.price is not None and len(decoding) and not self._runner.is_paged:
+        price = table.cached.price
+        if price is not None and table.num_prompts_missing > int(table.live_B.sum()):
+            if self.ready():
+                return None  # prompts are computed beside rounds, not beside passes
+        if price is not None and len(decoding) and may_return and not self._runner.is_paged:
             return self._priced([*rows, *decoding.tolist()], rows)
         if not rows:
-            ready = table.live_B.any() or self.ready(draws=False) or not table.num_busy
+            ready = table.live_B.any() or self.ready() or not table.num_busy
             assert ready, self._stuck()
             return None
         if table.cached.price is None:
@@ -244,7 +245,8 @@ class SlotCache:
 
     @property
     def _bucket(self) -> Bucket:
-        return Bucket(len(self.table), self.num_positions, self.table.num_busy)
+        table = self.table
+        return Bucket(len(table), self.num_positions, table.num_busy, int(table.live_B.sum()))
 
     def decode_instead(self, rows: Sequence[int]) -> None:
         """Have rows decode in place of verifying their cached tokens in chunks."""
@@ -256,7 +258,7 @@ class SlotCache:
     def next_chunks(self) -> np.ndarray:
         """Return the chunks that a round computes next to its nodes, for `Chunks.of_table`."""
         table, T = self.table, self._runner.config.prefill_rows
-        rows = self.ready(draws=False)
+        rows = self.ready()
         assert rows or table.live_B.any(), self._stuck()
         size = T, self._runner.chunk_tokens
         return self._chunks(rows, size, table.cached_tokens_B, most_of_row=T)

@@ -206,6 +206,7 @@ class Speculator:
             self._lags = True
         else:
             self.drafter.committed(live)
+            self._lags = False
 
     def finished(self, live: LiveSlots) -> None:
         """Have the drafter forget requests that have ended."""

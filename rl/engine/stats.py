@@ -33,7 +33,8 @@ class RoundRecord:
     of max(`rounds_A`) rounds; `rounds_A` counts the rounds of each request. `cached_nodes` were
     tokens of cached responses; in addition to the nodes `prompt_tokens` were computed, and
     `cached_in_chunks` decided on, in a pass whose tokens would take `plain_rounds` of all rows. It
-    waited if `programs_made` meanwhile are not 0.
+    waited if `programs_made` meanwhile are not 0. `pricing_seconds` of the time before `drafted_s`
+    went to the price of cached tokens.
     """
 
     began_s: float
@@ -54,6 +55,7 @@ class RoundRecord:
     cached_in_chunks: int = 0
     plain_rounds: float = 0.0
     programs_made: int = 0
+    pricing_seconds: float = 0.0
 
     @property
     def drafted(self) -> bool:
@@ -199,7 +201,7 @@ def speculation_metrics(stats: EngineStats, times: RoundTimes | None = None) -> 
     """Return the acceptance of draft tokens in a rollout, in all and by source; {} without any.
 
     With the measured `times` of a run also the seconds that drafts saved, and the seconds of rounds
-    that were `undisturbed`'s to leave out. `tokens_per_round` is per request; `host_share` the part
+    that `undisturbed` leaves out. `tokens_per_round` is per request; `host_share` the part
     of rounds with draft tokens that the host took.
     """
     drafted, accepted = stats.drafted_nodes, stats.accepted_tokens
@@ -207,8 +209,7 @@ def speculation_metrics(stats: EngineStats, times: RoundTimes | None = None) -> 
     if times is not None:
         of_cached = int(stats.accepted_by_source[Source.CACHED])
         metrics["spec/accepted_tokens"] = float(accepted - of_cached)
-        without = [r for r in kept if not r.cached_nodes]
-        metrics["spec/seconds_saved"] = seconds_saved(without, times)
+        metrics["spec/seconds_saved"] = seconds_saved(without_reuse(kept), times)
         metrics["spec/disturbed_seconds"] = _seconds(stats.timeline) - _seconds(kept)
     rounds = [r for r in stats.timeline if r.drafted]
     if not rounds:
@@ -272,6 +273,11 @@ def _seconds(rounds: Sequence[RoundRecord]) -> float:
     return sum(r.ended_s - r.began_s for r in rounds)
 
 
+def without_reuse(rounds: Sequence[RoundRecord]) -> list[RoundRecord]:
+    """Return the rounds that verified no tokens of cached responses."""
+    return [r for r in rounds if not r.cached_nodes and not r.cached_in_chunks]
+
+
 def seconds_saved(rounds: Sequence[RoundRecord], times: RoundTimes) -> float:
     """Return an estimate of the seconds that drafts saved against plain decoding.
 
@@ -282,7 +288,7 @@ def seconds_saved(rounds: Sequence[RoundRecord], times: RoundTimes) -> float:
     saved_s = 0.0
     for r in rounds:
         if not r.drafted:
-            saved_s -= r.drafted_s - r.ready_s
+            saved_s -= r.drafted_s - r.ready_s - r.pricing_seconds
             continue
         plain_s = r.seconds_in(times, r.num_slots)
         assert plain_s is not None, f"no measured plain round of {r.num_slots} slots"
@@ -290,7 +296,7 @@ def seconds_saved(rounds: Sequence[RoundRecord], times: RoundTimes) -> float:
         if r.prompt_tokens:  # a budget that needs no table has measured plain rounds only
             device_s = r.seconds_in(times, r.num_nodes) or device_s
         tokens = float(r.emitted_A[r.rounds_A > 0].mean())
-        saved_s += tokens * plain_s - host_seconds([r]) - device_s
+        saved_s += tokens * plain_s - (host_seconds([r]) - r.pricing_seconds) - device_s
     return saved_s
 
 

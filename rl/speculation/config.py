@@ -143,8 +143,7 @@ class ReuseConfig:
     rounding) for any policy that was chosen without looking at the noise. Training
     does look: updates learn from responses made with it, as with common random numbers elsewhere.
     Sampling.draw is "gumbel_blocks" with it unless set. After an update at 1e-5 `gumbel` kept 81%
-    of SmolLM2-135M's tokens, and `gumbel_blocks` keeps nearly as many; `cdf` kept 31%, which is
-    slower than no reuse.
+    of SmolLM2-135M's tokens; `cdf` kept 31%, which is slower than no reuse.
     """
 
     mode: str = "off"

@@ -15,7 +15,7 @@ def reuse_saved_s(rounds: Sequence[RoundRecord], times: RoundTimes) -> float:
     """Return an estimate of the seconds that cached tokens saved against plain decoding.
 
     The tokens of a pass of chunks count as the plain rounds that would bring all busy rows as many;
-    cached tokens of nodes count as drafts do.
+    cached tokens of nodes count as drafts do. Prices of passes that are not made are a loss.
     """
     saved_s = seconds_saved([r for r in rounds if r.cached_nodes], times)
     for r in rounds:
@@ -23,6 +23,8 @@ def reuse_saved_s(rounds: Sequence[RoundRecord], times: RoundTimes) -> float:
             plain_s = times(r.num_slots, r.num_slots, r.num_positions)
             assert plain_s is not None, f"no measured plain round of {r.num_slots} slots"
             saved_s += r.plain_rounds * plain_s - (r.ended_s - r.ready_s)
+        else:
+            saved_s -= r.pricing_seconds
     return saved_s
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from models import transformer
+from models import sums_in_order_on_accelerators, transformer
 from rl.cluster.processes import ALONE, Processes
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
@@ -64,20 +64,20 @@ def load_or_measure(
     `say`.
     """
     buckets = list(round_buckets(engine, sampling, reach))
-    valid_for = _valid_for(engine, buckets, reach, 1 + len(beside), speculation)
+    valid_for = _valid_for(engine, sampling, buckets, reach, 1 + len(beside), speculation)
     table = _table_in(path, valid_for, processes, kept, say)
     if table is not None:
         return table
     now = [b for b in buckets if max_positions is None or b[2] <= max_positions]
     options: dict[str, Any] = {"drafters": reach.drafters, "beside": beside, "processes": processes}
     policy = engine, params, sampling, now
-    times, spread = _measure(*policy, draws=reach.reuse, speculation=speculation, **options)
-    if max_positions is None:
+    times, spread = measure(*policy, draws=reach.reuse, speculation=speculation, **options)
+    if len(now) == len(buckets):
         if processes.is_first:
             _write(path, times, valid_for, kept if spread < BUSY else None, say)
         return times
     for B, M, S in buckets:
-        if S > max_positions:
+        if (B, M, S) not in now:
             times.put(times.longer(B, M, S))
     return times
 
@@ -127,22 +127,17 @@ def complete(
 ) -> None:
     """Measure the buckets that `load_or_measure` skipped, add them to `times`, write the table."""
     buckets = list(round_buckets(engine, sampling, reach))
-    valid_for = _valid_for(engine, buckets, reach, 1, speculation)
+    valid_for = _valid_for(engine, sampling, buckets, reach, 1, speculation)
     if _table_in(path, valid_for, processes) is None:
         rest = [bucket for bucket in buckets if bucket[2] > max_positions]
         policy = engine, params, sampling, rest
         options: dict[str, Any] = {"speculation": speculation, "processes": processes}
-        times.put(measure(*policy, draws=reach.reuse, **options))
+        times.put(measure(*policy, draws=reach.reuse, **options)[0])
         if processes.is_first:
             write_rounds(path, times, valid_for)
 
 
-def measure(*policy: Any, **options: Any) -> RoundTimes:
-    """Return the seconds of a round of each bucket: see `_measure`."""
-    return _measure(*policy, **options)[0]
-
-
-def _measure(
+def measure(
     engine: Engine,
     params: transformer.Params,
     sampling: SamplingConfig,
@@ -245,7 +240,8 @@ def _passes(engine: Engine, num_slots: int) -> list[Pass]:
 
 def _fetch_seconds(engine: Engine, spec: RolloutSpec, num_slots: int, num_positions: int) -> float:
     """Return the host's least seconds in a fetch of a plain rollout in all slots."""
-    limit = min(FETCHES * engine.config.rounds_per_fetch, num_positions - 1)
+    longest = min(num_positions, engine.longest_tokens or num_positions)
+    limit = max(1, min(FETCHES * engine.config.rounds_per_fetch, longest - 1))
     requests = [Request(b, (0,), b, 0, max_new_tokens=limit) for b in range(num_slots)]
     sampling = dataclasses.replace(spec.sampling, stop=())
     engine.run(dataclasses.replace(spec, sampling=sampling), requests)
@@ -256,6 +252,7 @@ def _fetch_seconds(engine: Engine, spec: RolloutSpec, num_slots: int, num_positi
 
 def _valid_for(
     engine: Engine,
+    sampling: SamplingConfig,
     buckets: list[tuple[int, int, int]],
     reach: Reach,
     num_workers: int,
@@ -269,6 +266,11 @@ def _valid_for(
         "workers": num_workers,
         "model": repr(engine.model),
         "dtype": str(engine.dtype),
+        "draw": sampling.scheme,
+        "feature_layers": repr(engine.feature_layers),
+        "cache": [engine.is_paged, engine.config.page_tokens, sorted(engine.first_slots)],
+        "mesh": None if engine.mesh is None else repr(engine.mesh.shape),
+        "same_bits": sums_in_order_on_accelerators(),
         "rounds_per_fetch": engine.config.rounds_per_fetch,
         "max_nodes": engine.config.max_nodes,
         "chunks": [engine.config.prefill_rows, engine.chunk_tokens, reach.reuse],

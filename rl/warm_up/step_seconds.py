@@ -5,6 +5,7 @@ All processes of a run use the record of process 0.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import numpy as np
 
 from models.folder import Folder
 from rl.cluster.processes import ALONE, Processes
-from rl.engine.stats import RoundRecord, seconds_saved, undisturbed
+from rl.engine.stats import RoundRecord, seconds_saved, undisturbed, without_reuse
 from rl.runtime.run_files import SECONDS_FILE
 from rl.speculation.reuse_seconds import NO_REUSE, reuse_loss_text, reuse_saved_s
 from spec.budget.goodput import DEVICE_SOURCES
@@ -39,7 +40,7 @@ def step_seconds(
     own_pace = at_its_pace(rounds, times)
     return StepSeconds(
         sum(r.ended_s - r.began_s for r in rounds),
-        seconds_saved([r for r in rounds if not r.cached_nodes], own_pace),
+        seconds_saved(without_reuse(rounds), own_pace),
         _by_bucket(rounds, times),
         has_history,
         reuse_saved_s(rounds, own_pace),
@@ -131,7 +132,8 @@ def after_step(
     def measure() -> StepSeconds:
         if times is None:
             return StepSeconds(0.0, 0.0, {}, has_history)
-        return step_seconds(rounds, times, has_history)
+        found = step_seconds(rounds, times, has_history)
+        return found if is_enabled else dataclasses.replace(found, saved_s=0.0)
 
     seconds.played(record.of(step, measure))
     if seconds.is_off(has_history) and not lost_before:

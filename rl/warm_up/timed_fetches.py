@@ -28,7 +28,8 @@ from rl.speculation.device_drafters import DeviceDrafterSource
 from rl.speculation.sources import Speculation
 from rl.trajectory import PartialRequest, Request
 from spec.budget.budget import Budget, DraftDecision, FixedBudget, Sizes, best
-from spec.budget.config import BANDIT, LEARNED, MODEL
+from spec.budget.config import BANDIT
+from spec.budget.goodput import DEVICE_SOURCES
 from spec.drafter import Acceptance, Drafter, Drafts, LiveSlots
 from spec.drafter import no_drafts as empty_drafts
 from spec.nodes import NOT_GIVEN, unpack_draws
@@ -39,7 +40,6 @@ from spec.verify import chunks_alone, chunks_beside_roots
 
 TRIES = 4  # of each kind of fetch, after one that does not count
 MIN_SECONDS = 1e-9
-DEVICE_SOURCES = LEARNED, MODEL  # whose drafts are timed apart
 
 
 def least(tries: Sequence[tuple[Any, float]]) -> dict[Any, float]:
@@ -54,7 +54,7 @@ def least(tries: Sequence[tuple[Any, float]]) -> dict[Any, float]:
 
 
 class _Forced(Budget):
-    """Decides for `num_nodes`, at a budget's expense: its decisions are made, and not taken.
+    """Runs a budget for its cost, and decides for `num_nodes` whatever it says.
 
     As many nodes as slots are plain decoding. Trees are filled up: a round costs by its nodes.
     """
@@ -184,11 +184,13 @@ class TimedFetches:
             stop_token_ids=tuple(range(-1 - ends, -1)),  # as many, none is drawn
             drafts=self._drafts,
         )
-        self._open.enter_context(own.mesh_context())
-        self._open.callback(own.free)
-        self._open.enter_context(own.rollout(spec, max_requests=B, max_tokens=self._end))
-        own.rows.reserve(np.zeros(B, np.int32), S)
-        self._begin()
+        with self._open:
+            self._open.enter_context(own.mesh_context())
+            self._open.callback(own.free)
+            self._open.enter_context(own.rollout(spec, max_requests=B, max_tokens=self._end))
+            own.rows.reserve(np.zeros(B, np.int32), S)
+            self._begin()
+            self._open = self._open.pop_all()
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -34,11 +34,12 @@ class Pass(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """The rows of a worker: slots, positions, busy rows."""
+    """The rows of a worker: slots, positions, busy rows, and those of them that are live."""
 
     slots: int
     positions: int
     busy: int
+    live: int
 
 
 class ChunkPrice:
@@ -53,7 +54,7 @@ class ChunkPrice:
     def play(
         self, length_N: np.ndarray, rate_N: np.ndarray, num_slots: int, num_positions: int
     ) -> None:
-        """Take the value of a token from a play of all requests of the rollout.
+        """Estimate the value of a token by playing all requests of the rollout.
 
         `length_N` are their last lengths, `rate_N` the miss rates; 1 where nothing is cached.
         """
@@ -110,7 +111,7 @@ class ChunkPrice:
             if seconds is None:
                 continue
             num_rows = min(one.num_chunks, len(expected_R))
-            rate = (float(sums_R[num_rows]) + one.is_beside * (at.busy - num_rows)) / seconds
+            rate = (float(sums_R[num_rows]) + one.is_beside * max(at.live - num_rows, 0)) / seconds
             if rate > best_rate:
                 best, best_rate = one, rate
         return best if best_rate * self.value(at) > MARGIN else None
@@ -136,7 +137,7 @@ GOLDEN = 0.6180339887498949
 
 
 def spread_kept(length_N: np.ndarray, rate_N: np.ndarray) -> np.ndarray:
-    """Return tokens that agree up to a first difference: quantiles of its law, in no order.
+    """Return tokens that agree up to a first difference, spread over the quantiles of their number.
 
     P(k tokens agree) = (1 − h)^k, at multiples of the golden ratio modulo 1.
     """

@@ -196,7 +196,11 @@ def _agreement(row: Any) -> Agreement | None:
     if row is None:
         return None
     kept, decided = row
-    if type(kept) is not int or type(decided) is not int or not 0 <= kept <= decided <= kept + 1:
+    if (
+        type(kept) is not int
+        or type(decided) is not int
+        or not 0 <= kept <= decided <= kept + 1 < 2**31
+    ):
         raise ValueError("expected kept tokens, and at most one more that was decided on")
     return Agreement(kept, decided)
 

@@ -14,6 +14,10 @@ import pytest
 from models.kernels import products_cpu
 from models.kernels.cpu_tiles import HAS_WIDE_REGISTERS
 
+needs_avx512 = pytest.mark.skipif(
+    jax.default_backend() != "cpu" or not HAS_WIDE_REGISTERS, reason="no AVX-512 to compare with"
+)
+
 # Rows, inputs, outputs.
 SIZES = [
     (5, 48, 50),
@@ -23,10 +27,11 @@ SIZES = [
     (1, 512, 33),
 ]
 RANKS = 32
+OFTEN = 60, (64, 1280, 960)  # in blocks of inputs, whose sums two threads keep meanwhile
 
 
 def digest():
-    """Return a hash of products of many sizes."""
+    """Return a hash of products of many sizes, one of them often."""
     found, rng = hashlib.sha256(), np.random.default_rng(0)
     for num_rows, num_inputs, num_outputs in SIZES:
         for dtype in (jnp.float32, jnp.bfloat16):
@@ -37,24 +42,44 @@ def digest():
             ]
             found.update(np.asarray(products_cpu.product(*given[:2])))
             found.update(np.asarray(products_cpu.product(*given)))
+    times, (num_rows, num_inputs, num_outputs) = OFTEN
+    x = jnp.asarray(rng.standard_normal((num_rows, num_inputs), np.float32))
+    w = jnp.asarray(rng.standard_normal((num_outputs, num_inputs), np.float32))
+    for _ in range(times):
+        found.update(np.asarray(products_cpu.product(x, w)))
     return found.hexdigest()
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="kernels of CPUs")
-@pytest.mark.skipif(not HAS_WIDE_REGISTERS, reason="no AVX-512 to compare with")
-def test_products_have_the_same_bits_without_avx512():
+def run_without_avx512(*command):
+    """Return the output of a process whose kernels are compiled without AVX-512, with one heap."""
     features = llvmlite.binding.get_host_cpu_features()
     for name in features:
         features[name] &= not name.startswith("avx512")
+    run = subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, "NUMBA_CPU_FEATURES": features.flatten(), "MALLOC_ARENA_MAX": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+@needs_avx512
+def test_products_have_the_same_bits_without_avx512():
     program = (
         "from tests.models.kernels import test_without_avx512 as kernels; "
         "print(kernels.HAS_WIDE_REGISTERS, kernels.digest())"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "NUMBA_CPU_FEATURES": features.flatten()},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert run.stdout.split() == ["False", digest()]
+    assert run_without_avx512("-c", program).split() == ["False", digest()]
+
+
+@needs_avx512
+def test_attention_is_right_without_avx512():
+    files = [
+        f"tests/models/kernels/{name}_cpu.py" for name in ("test_cached_rows", "test_row_attention")
+    ]
+    chosen = "attends or alone or bfloat16 or outputs_and_gradients or whatever_follows"
+    text = run_without_avx512("-m", "pytest", "-q", "-p", "no:xdist", "-k", chosen, *files)
+    assert " passed" in text

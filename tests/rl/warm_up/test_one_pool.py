@@ -43,7 +43,7 @@ def test_rounds_and_moves_are_timed_on_one_cache_after_the_other(engine, tmp_pat
     given = engine, tiny_team.PARAMS, tiny_team.SAMPLING
     buckets = list(round_buckets(engine, tiny_team.SAMPLING, REACH))
     assert {B for B, _, _ in buckets} == {2, 4}
-    assert len(round_times.measure(*given, buckets).rounds) == len(buckets)
+    assert len(round_times.measure(*given, buckets)[0].rounds) == len(buckets)
     moves = transfer_times.measure(*given, REACH, tmp_path / "moves")
     most = engine.round_positions(4)[-1]
     assert moves.seconds and all(tokens < most for tokens in moves.seconds)

@@ -50,7 +50,7 @@ def test_each_bucket_is_timed_and_a_plain_fetch_is_shared_by_its_rounds(params):
     engine = Engine(TINY, CONFIG, clock=ticking())
     buckets = list(round_buckets(engine, SAMPLING, REACH))
     assert buckets == [(2, 2, 16), (2, 4, 16)]
-    times = round_times.measure(engine, params, SAMPLING, buckets)
+    times, _ = round_times.measure(engine, params, SAMPLING, buckets)
     assert times(2, 4, 16) == 1.0 and times(2, 2, 16) == 1.0 / CONFIG.rounds_per_fetch
     assert times(4, 4, 16) is None
 
@@ -71,7 +71,7 @@ class Falling(Engine):
 
 def test_the_table_never_falls_with_more_nodes(params):
     engine = Falling(TINY, CONFIG, clock=lambda: Falling.now_s[0])
-    times = round_times.measure(engine, params, SAMPLING, [(2, 2, 16), (2, 4, 16)])
+    times, _ = round_times.measure(engine, params, SAMPLING, [(2, 2, 16), (2, 4, 16)])
     assert times(2, 2, 16) == times(2, 4, 16) == 1.5  # of 8 / 4 rounds and 1
 
 
@@ -161,7 +161,7 @@ def test_a_fetch_has_the_runs_drafters_and_its_budget(params, monkeypatch):
     monkeypatch.setattr(timed_fetches, "Speculation", Noted)
     monkeypatch.setattr(Goodput, "choose", choose)
     config = SpeculationConfig(sources=("group", "learned", "history"))
-    times = round_times.measure(
+    times, _ = round_times.measure(
         Engine(TINY, CONFIG), params, SAMPLING, [(2, 2, 16), (2, 4, 16)], speculation=config
     )
     assert set(made) == {(("group", "history"), "goodput")}

@@ -198,8 +198,13 @@ def test_tokens_of_chunks_save_the_plain_rounds_that_would_bring_them():
     assert found.rounds == {PLAIN: (4, 7 / 4)}, "a pass is no plain round"
     plain_s = at_its_pace(rounds, TIMES)(*PLAIN)
     assert found.reuse_saved_s == pytest.approx(3 * plain_s - 9)
-    assert found.saved_s == pytest.approx(-2 - 2), "the drafts of both fetches"
+    assert found.saved_s == pytest.approx(-2), "drafting before the plain fetch"
     assert step_seconds(rounds[:1], TIMES, True).reuse_saved_s == 0
+
+
+def test_the_price_of_a_pass_that_is_not_made_is_a_loss_of_reuse():
+    priced = step_seconds([record(4, 4, pricing_seconds=1.5)], TIMES, True)
+    assert priced.saved_s == pytest.approx(-0.5) and priced.reuse_saved_s == pytest.approx(-1.5)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ TIMES = RoundTimes(
     {(8, 20, 64): 1.0, (8, 80, 64): 3.0},
     beside_seconds={(8, 10, 64): 1.1, (8, 20, 64): 1.5},
 )
-FULL = Bucket(slots=8, positions=64, busy=8)
+FULL = Bucket(slots=8, positions=64, busy=8, live=8)
 ALONE, BESIDE = (2, 8), (1, 2)
 
 
@@ -34,7 +34,7 @@ def test_a_token_is_worth_its_share_of_a_plain_round():
     price = ChunkPrice(TIMES, 10)
     assert price.value(FULL) == pytest.approx(0.1)
     assert price.value(FULL._replace(busy=5)) == pytest.approx(0.16)
-    assert price.value(Bucket(4, 64, 4)) == pytest.approx(0.15)
+    assert price.value(Bucket(4, 64, 4, 4)) == pytest.approx(0.15)
 
 
 def test_the_pass_with_the_most_tokens_a_second_is_made_if_it_beats_rounds():
@@ -124,7 +124,7 @@ def test_what_stands_is_spread_over_its_law():
 def test_tokens_of_short_responses_are_worth_less_than_those_of_the_longest():
     """Two slots at once; a round of both takes 0.8 s, one of a row 0.6."""
     times = RoundTimes({(2, 2, 64): 0.8, (1, 1, 64): 0.6})
-    at, lengths = Bucket(2, 64, 2), np.array([100, 20])
+    at, lengths = Bucket(2, 64, 2, 2), np.array([100, 20])
 
     def value(rates):
         price = ChunkPrice(times, 10)
