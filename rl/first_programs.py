@@ -207,7 +207,7 @@ def warm_up(
             speculation=config.speculation,
             beside=beside,
             processes=kept.processes,
-            kept=kept_rounds.folder(),
+            shared_folder=kept_rounds.folder(),
             say=kept.say,
         )
     if isinstance(engine, MultiEngine) and config.sched.measures_rounds:

@@ -151,7 +151,7 @@ def warm_up(
             sampling,
             reach,
             speculation=speculation.config,
-            kept=kept_rounds.folder(),
+            shared_folder=kept_rounds.folder(),
         )
 
 

@@ -18,7 +18,7 @@ from models.sharding import constrain
 BELOW_ONE = np.float32(1 - 2**-24)  # the largest words round up to 1
 
 
-def _words(keys: jax.Array, count: int) -> jax.Array:
+def _random_floats(keys: jax.Array, count: int) -> jax.Array:
     """Return random words of each key as float32 multiples of 2⁻³²; [..., count]."""
     flat = jax.vmap(lambda k: jax.random.bits(k, (count,), jnp.uint32))(keys.reshape(-1))
     return flat.reshape(*keys.shape, count).astype(jnp.float32) * np.float32(2**-32)
@@ -26,7 +26,7 @@ def _words(keys: jax.Array, count: int) -> jax.Array:
 
 def uniforms(keys: jax.Array) -> jax.Array:
     """Return two uniforms in [0, 1) per key, [..., 2]: for a block and for the token inside it."""
-    return jnp.minimum(_words(keys, 2), BELOW_ONE)
+    return jnp.minimum(_random_floats(keys, 2), BELOW_ONE)
 
 
 def exponentials(keys: jax.Array, count: int) -> jax.Array:
@@ -34,7 +34,7 @@ def exponentials(keys: jax.Array, count: int) -> jax.Array:
 
     One word each: small E decide draws, and are multiples of 2⁻³². None is 0 or infinite.
     """
-    u = jnp.minimum(_words(keys, count) + np.float32(2**-33), BELOW_ONE)
+    u = jnp.minimum(_random_floats(keys, count) + np.float32(2**-33), BELOW_ONE)
     return -jnp.log1p(-u)
 
 
@@ -51,7 +51,7 @@ def _first_above(mass_N: jax.Array, upto_N: jax.Array, target: jax.Array) -> jax
     return jnp.minimum(first, jnp.max(jnp.where(positive_N, index_N, 0), axis=-1))
 
 
-def _of_block(mass_CW: jax.Array, block: jax.Array) -> jax.Array:
+def _block_masses(mass_CW: jax.Array, block: jax.Array) -> jax.Array:
     """Return the masses of one block of each row, whole on every device; [..., W]."""
     mass_W = jnp.take_along_axis(mass_CW, block[..., None, None], axis=-2)[..., 0, :]
     rows = (PRODUCT_AXES[0], *[None] * mass_W.ndim)[: mass_W.ndim - 1]
@@ -70,7 +70,7 @@ def cdf(mass_CW: jax.Array, mass_C: jax.Array, keys: jax.Array) -> jax.Array:
     W = mass_CW.shape[-1]
     upto_C = jnp.cumsum(mass_C, axis=-1)
     block = _first_above(mass_C, upto_C, u_2[..., 0] * upto_C[..., -1])
-    mass_W = _of_block(mass_CW, block)
+    mass_W = _block_masses(mass_CW, block)
     upto_W = jnp.cumsum(mass_W, axis=-1)
     inside = _first_above(mass_W, upto_W, u_2[..., 1] * upto_W[..., -1])
     return (block * W + inside).astype(jnp.int32)
@@ -79,7 +79,7 @@ def cdf(mass_CW: jax.Array, mass_C: jax.Array, keys: jax.Array) -> jax.Array:
 def _races(mass_CW: jax.Array, mass_C: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return exponentials of the blocks, [..., C], and of the places inside a block, [..., W].
 
-    All blocks share those of the places, since a draw looks inside one.
+    All blocks share the noise of the places, since a draw looks inside one.
     """
     C = mass_C.shape[-1]
     wait_X = exponentials(keys, C + mass_CW.shape[-1])
@@ -95,14 +95,14 @@ def gumbel_blocks(mass_CW: jax.Array, mass_C: jax.Array, keys: jax.Array) -> jax
     """
     wait_C, wait_W = _races(mass_CW, mass_C, keys)
     block = jnp.argmax(mass_C / wait_C, axis=-1)
-    inside = jnp.argmax(_of_block(mass_CW, block) / wait_W, axis=-1)
+    inside = jnp.argmax(_block_masses(mass_CW, block) / wait_W, axis=-1)
     return (block * mass_CW.shape[-1] + inside).astype(jnp.int32)
 
 
 def ranked_blocks(
     logits_V: jax.Array, mass_CW: jax.Array, mass_C: jax.Array, keys: jax.Array
 ) -> jax.Array:
-    """Return scores of `gumbel_blocks`, [..., V]: highest where the least change leads to a draw.
+    """Return scores of `gumbel_blocks`, [..., V]: high where little change leads to the token.
 
     A score is minus the lead of the drawn block over the token's, less the lead of that block's
     best token over it. They are of logits, up to a constant.

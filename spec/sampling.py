@@ -285,8 +285,8 @@ def draw(
     if scheme == "gumbel":
         tokens = jnp.argmax(draw_schemes.noisy(logits_V, keys), axis=-1).astype(jnp.int32)
     else:
-        of_blocks = draw_schemes.cdf if scheme == "cdf" else draw_schemes.gumbel_blocks
-        tokens = of_blocks(mass.of_tokens_CW, mass.of_blocks_C, keys)
+        draw_token = draw_schemes.cdf if scheme == "cdf" else draw_schemes.gumbel_blocks
+        tokens = draw_token(mass.of_tokens_CW, mass.of_blocks_C, keys)
     greedy = temperature <= 0
     tokens = jax.lax.cond(
         jnp.any(greedy),

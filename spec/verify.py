@@ -385,7 +385,7 @@ def chunks_beside_roots(
     """Run a round of roots, and draw after each token of chunks, one of a row that rests.
 
     Returns what `verify_round` does, with [3, B + X] of `pack_draws`: the roots, then the chunks'
-    tokens, for which see `chunks_alone`.
+    tokens (`chunks_alone`).
     """
     B, chunks = len(slots.active), Chunks.of_table(chunks_TX, are_apart=True)
     cache = cache.written(pending)

@@ -76,22 +76,22 @@ def _run_end(row_X, begin):  # type: ignore[no-untyped-def]
 
 
 @fast
-def _positions(row_X, length_X, num_rows, begin, end, of_row):  # type: ignore[no-untyped-def]
-    """Return how many positions a run reads, `of_row` tokens of its row before it; at least 1."""
+def _positions(row_X, length_X, num_rows, begin, end, num_before):  # type: ignore[no-untyped-def]
+    """Return the positions that a run reads after `num_before` tokens of its row; at least 1."""
     if row_X[begin] < 0 or row_X[begin] >= num_rows:
         return 1
-    return (end - begin) * (max(length_X[begin], 0) + of_row + 1)
+    return (end - begin) * (max(length_X[begin], 0) + num_before + 1)
 
 
 @fast
 def _size(row_X, length_X, num_rows):  # type: ignore[no-untyped-def]
     """Return how many positions all runs read, and how many runs there are."""
-    total, num_runs, end, of_row = 0, 0, 0, 0
+    total, num_runs, end, num_before = 0, 0, 0, 0
     while end < len(row_X):
         begin, end = end, _run_end(row_X, end)
-        of_row = of_row if begin and row_X[begin - 1] == row_X[begin] else 0
-        total += _positions(row_X, length_X, num_rows, begin, end, of_row)
-        of_row, num_runs = of_row + end - begin, num_runs + 1
+        num_before = num_before if begin and row_X[begin - 1] == row_X[begin] else 0
+        total += _positions(row_X, length_X, num_rows, begin, end, num_before)
+        num_before, num_runs = num_before + end - begin, num_runs + 1
     return total, num_runs
 
 
@@ -168,7 +168,7 @@ def _attend(q_XHh, k_XKh, v_XKh, keys, values, places, table_BN, part, out_XHh):
     k, group, (total, num_runs) = part % K, part // K, _size(row_X, length_X, B)
     num_groups = _num_groups(total, num_runs, H, K, h)
     key_path_X, value_path_X = np.empty(X, np.int64), np.empty(X, np.int64)
-    of_keys_2, of_values_2 = np.zeros(2, np.int64), np.zeros(2, np.int64)
+    key_path_2, value_path_2 = np.zeros(2, np.int64), np.zeros(2, np.int64)
     keyT_hX, value_Xh = np.empty((h, X), np.float32), np.empty((X, h), np.float32)
     q_Yh = np.empty((AT_ONCE * G, h), np.float32)
     num_seen = min(max(length_X.max(), 0), S) + X
@@ -178,15 +178,15 @@ def _attend(q_XHh, k_XKh, v_XKh, keys, values, places, table_BN, part, out_XHh):
     power_V = bits_V.view(np.float32)
     out_Yh, total_Y = np.empty((AT_ONCE * G, h), np.float32), np.empty(AT_ONCE * G, np.float32)
     scale = np.float32(1 / np.sqrt(h))
-    end, of_row, before = 0, 0, 0
+    end, num_before, before = 0, 0, 0
     while end < X:
         begin, end = end, _run_end(row_X, end)
         b = row_X[begin]
-        of_row = of_row if begin and row_X[begin - 1] == b else 0
-        is_here = before * num_groups // total == group
-        before += _positions(row_X, length_X, B, begin, end, of_row)
-        of_row += end - begin
-        if not is_here:
+        num_before = num_before if begin and row_X[begin - 1] == b else 0
+        is_mine = before * num_groups // total == group
+        before += _positions(row_X, length_X, B, begin, end, num_before)
+        num_before += end - begin
+        if not is_mine:
             continue
         if b < 0 or b >= B:
             out_XHh[begin:end, k * G : (k + 1) * G] = 0
@@ -196,10 +196,10 @@ def _attend(q_XHh, k_XKh, v_XKh, keys, values, places, table_BN, part, out_XHh):
             q_Yh[y] = q_XHh[begin + y // G, k * G + y % G]
         _scores(q_Yh[:num_queries], keys, table_BN, b, k, length, page_hT, score_YV)
         for x in range(begin, end):
-            for p in range(_path(parent_X, x, of_keys_2, key_path_X), of_keys_2[1]):
+            for p in range(_path(parent_X, x, key_path_2, key_path_X), key_path_2[1]):
                 keyT_hX[:, p] = k_XKh[key_path_X[p], k]
             for g in range(G):
-                y, P = (x - begin) * G + g, of_keys_2[1]
+                y, P = (x - begin) * G + g, key_path_2[1]
                 dots(q_XHh[x, k * G + g], keyT_hX, 0, 0, P, score_YV[y, length:])
                 score_V = score_YV[y, : length + P]
                 for s in range(length + P):
@@ -208,11 +208,11 @@ def _attend(q_XHh, k_XKh, v_XKh, keys, values, places, table_BN, part, out_XHh):
                 out_Yh[y] = 0
         _mix(score_YV, values, table_BN, b, k, length, num_queries, out_Yh)
         for x in range(begin, end):
-            for p in range(_path(parent_X, x, of_values_2, value_path_X), of_values_2[1]):
+            for p in range(_path(parent_X, x, value_path_2, value_path_X), value_path_2[1]):
                 value_Xh[p] = v_XKh[value_path_X[p], k]
             for g in range(G):
                 y = (x - begin) * G + g
-                mix(score_YV[y, length:], value_Xh, 0, 0, of_values_2[1], out_Yh[y])
+                mix(score_YV[y, length:], value_Xh, 0, 0, value_path_2[1], out_Yh[y])
                 for j in range(h):
                     out_XHh[x, k * G + g, j] = out_Yh[y, j] / total_Y[y]
 
@@ -230,12 +230,12 @@ def _run(call, part):  # type: ignore[no-untyped-def]
     k, v = cpu_calls.floats(call, 1, (X, K, h)), cpu_calls.floats(call, 2, (X, K, h))
     places = _places(call)
     table = cpu_calls.integers(call, 8 if is_paged else 5, (B, N))
-    of_keys, of_values = (P, K, T, h) if is_paged else (P, K, h, T), (P, K, T, h)
+    key_shape, value_shape = (P, K, T, h) if is_paged else (P, K, h, T), (P, K, T, h)
     if cpu_calls.number_bytes(call, 3) == 4:
-        keys, values = cpu_calls.floats(call, 3, of_keys), cpu_calls.floats(call, 4, of_values)
+        keys, values = cpu_calls.floats(call, 3, key_shape), cpu_calls.floats(call, 4, value_shape)
         _attend(q, k, v, keys, values, places, table, part, out)
     else:
-        halves = cpu_calls.halves(call, 3, of_keys), cpu_calls.halves(call, 4, of_values)
+        halves = cpu_calls.halves(call, 3, key_shape), cpu_calls.halves(call, 4, value_shape)
         _attend(q, k, v, halves[0], halves[1], places, table, part, out)
 
 

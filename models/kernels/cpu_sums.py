@@ -136,10 +136,10 @@ def _mix_tile(rows: int, vectors: int, size_bytes: int) -> Any:
     return tile(write)
 
 
-def _dots_of_lines(size_bytes: int) -> Any:
+def _line_dots(size_bytes: int) -> Any:
     """Return a function for numba: `dots` of several queries, line by line of positions.
 
-    It gets addresses, and returns the first position of which it has none.
+    It gets addresses, and returns the first position without one.
     """
     dots_4, dots_2, dots_1 = (_dots_tile(queries, size_bytes) for queries in (4, 2, 1))
 
@@ -165,7 +165,7 @@ def _dots_of_lines(size_bytes: int) -> Any:
     return lines
 
 
-_dots_of_floats, _dots_of_halves = _dots_of_lines(4), _dots_of_lines(2)
+_float_dots, _half_dots = _line_dots(4), _line_dots(2)
 
 
 @fast
@@ -177,9 +177,9 @@ def all_dots(a_Yh, bT_hS, first, end, out_YV, at):  # type: ignore[no-untyped-de
     (Y, h), S, V = a_Yh.shape, bT_hS.shape[1], out_YV.shape[1]
     a, b, out = a_Yh.ctypes.data, bT_hS.ctypes.data, out_YV.ctypes.data + 4 * (at - first)
     if bT_hS.itemsize == 4:
-        s = _dots_of_floats(a, h, Y, b, S, first, end, out, V)
+        s = _float_dots(a, h, Y, b, S, first, end, out, V)
     else:
-        s = _dots_of_halves(a, h, Y, b, S, first, end, out, V)
+        s = _half_dots(a, h, Y, b, S, first, end, out, V)
     if s < end:  # the last positions of all are no whole line
         tail_hS = np.empty((h, end - s), np.float32)
         for j in range(h):
@@ -189,7 +189,7 @@ def all_dots(a_Yh, bT_hS, first, end, out_YV, at):  # type: ignore[no-untyped-de
             dots(a_Yh[y], tail_hS, 0, 0, end - s, out_YV[y, at + s - first :])
 
 
-def _mix_of_vectors(size_bytes: int) -> Any:
+def _vector_mix(size_bytes: int) -> Any:
     """Return a function for numba: `_mix_tile` for all vectors of rows."""
     mix_2_4, mix_1_4, mix_2_1, mix_1_1 = (
         _mix_tile(rows, vectors, size_bytes) for vectors in (4, 1) for rows in (2, 1)
@@ -219,7 +219,7 @@ def _mix_of_vectors(size_bytes: int) -> Any:
     return mixed
 
 
-_mix_floats, _mix_halves = _mix_of_vectors(4), _mix_of_vectors(2)
+_mix_floats, _mix_halves = _vector_mix(4), _vector_mix(2)
 
 
 @fast

@@ -31,7 +31,7 @@ OUTPUTS = 3  # of a tile
 ROWS = (8, 4, 2, 1) if HAS_WIDE_REGISTERS else (4, 2, 1)
 # Registers hold 24 sums of sixteen numbers, or 6. Larger tiles compute eight numbers, then eight.
 SUMS_AT_ONCE = 24 if HAS_WIDE_REGISTERS else 6
-MOST_INPUTS = 640  # of a block: a tile's rows stay in the core's nearest cache for all its weights
+MAX_INPUTS = 640  # of a block: a tile's rows stay in the core's nearest cache for all its weights
 BLOCK_OUTPUTS = 48  # of a part at most, whose weights stay in a cache of the core for all rows
 BLOCK_ROWS = 256
 _task = cpu_calls.task_of(NAME)
@@ -60,11 +60,11 @@ def product(x: jax.Array, weight_OI: jax.Array, *more: jax.Array) -> jax.Array:
 def _write_tiles(code: Code, *words: Any) -> None:
     """Write the tiles of all sizes; the first word selects one (`_size`).
 
-    The others are addresses, sizes in numbers, and 0 or 1. Sums start with those at `kept` if
+    The others are addresses, sizes in numbers, and 0 or 1. Sums start with those at `sums` if
     inputs came before, and go there if more follow. A tile has the weights of the next one brought
     from memory.
     """
-    size, x, w, y, inputs, count, width, kept, is_later, is_last, inner, up, ranks = words
+    size, x, w, y, inputs, count, width, sums, is_later, is_last, inner, up, ranks = words
     terms = x, w, inputs, count
     low_terms = inner, up, ranks, code.builder.mul(ranks, is_last)
 
@@ -73,11 +73,11 @@ def _write_tiles(code: Code, *words: Any) -> None:
         part = code if num <= SUMS_AT_ONCE else Code(code.builder, LINE // 2)
         load = part.load if size_bytes == 4 else part.load_halves
 
-        def place_kept(n: int, first: int) -> Any:
-            return code.place(kept, n, code.number(LINE), code.number(first))
+        def place_sum(n: int, first: int) -> Any:
+            return code.place(sums, n, code.number(LINE), code.number(first))
 
         def taken_up(first: int, _i: Any, _totals: list) -> list:
-            return [part.load(place_kept(n, first)) for n in range(num)]
+            return [part.load(place_sum(n, first)) for n in range(num)]
 
         def added(first: int, x: Any, w: Any, inputs: Any, i: Any, totals: list) -> list:
             at = code.builder.add(i, code.number(first))
@@ -103,7 +103,7 @@ def _write_tiles(code: Code, *words: Any) -> None:
 
         def keep() -> None:
             for n, total in enumerate(whole):
-                code.store(total, place_kept(n, 0))
+                code.store(total, place_sum(n, 0))
 
         def finish() -> None:
             for n, total in enumerate(_totals(code, whole)):
@@ -147,36 +147,36 @@ _MOST_ROWS = ROWS[0]
 def _block(x, w, y, num_rows, inputs, width, num_outputs, size_bytes, low):  # type: ignore[no-untyped-def]
     """Compute some outputs of some rows, from addresses; `low` are inner, up and ranks."""
     (inner, up, ranks), r = low, 0
-    of_inputs = (inputs + MOST_INPUTS - 1) // MOST_INPUTS
-    most = ((inputs + of_inputs - 1) // of_inputs + LINE - 1) // LINE * LINE
-    kept_N = np.empty(_MOST_ROWS * num_outputs * LINE if of_inputs > 1 else 0, np.float32)
-    kept = kept_N.ctypes.data
+    num_blocks = (inputs + MAX_INPUTS - 1) // MAX_INPUTS
+    block_inputs = ((inputs + num_blocks - 1) // num_blocks + LINE - 1) // LINE * LINE
+    sums_N = np.empty(_MOST_ROWS * num_outputs * LINE if num_blocks > 1 else 0, np.float32)
+    sums = sums_N.ctypes.data
     while r < num_rows:
         rows, i = _MOST_ROWS, 0
         while rows > num_rows - r:
             rows //= 2
         more = inner + 4 * r * ranks
         while i < inputs:
-            count, o = min(most, inputs - i), 0
+            count, o = min(block_inputs, inputs - i), 0
             states = int(i > 0), int(i + count == inputs)
             while o < num_outputs:
                 outputs = OUTPUTS if o + OUTPUTS <= num_outputs else 1
                 x_r, w_o = x + 4 * (r * inputs + i), w + size_bytes * (o * inputs + i)
-                of_tile = x_r, w_o, y + 4 * (r * width + o), inputs, count, width
-                of_low = more, up + size_bytes * o * ranks, ranks
-                kept_o = kept + 4 * LINE * rows * o
-                _tile(_size(rows, outputs, size_bytes), *of_tile, kept_o, *states, *of_low)
+                tile_places = x_r, w_o, y + 4 * (r * width + o), inputs, count, width
+                low_places = more, up + size_bytes * o * ranks, ranks
+                sums_o = sums + 4 * LINE * rows * o
+                _tile(_size(rows, outputs, size_bytes), *tile_places, sums_o, *states, *low_places)
                 o += outputs
             i += count
         r += rows
-    return kept_N.size  # numba would free it after its last use: before the loop
+    return sums_N.size  # numba would free it after its last use: before the loop
 
 
 @fast
 def _block_outputs(num_outputs):  # type: ignore[no-untyped-def]
     """Return the outputs of a part, whole lines of memory; parts are of one size."""
-    most = BLOCK_OUTPUTS if num_outputs % (2 * BLOCK_OUTPUTS) == 0 else 2 * LINE
-    parts = 2 * ((num_outputs + 2 * most - 1) // (2 * most))
+    max_outputs = BLOCK_OUTPUTS if num_outputs % (2 * BLOCK_OUTPUTS) == 0 else 2 * LINE
+    parts = 2 * ((num_outputs + 2 * max_outputs - 1) // (2 * max_outputs))
     return ((num_outputs + parts - 1) // parts + LINE - 1) // LINE * LINE
 
 

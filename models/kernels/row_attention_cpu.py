@@ -3,7 +3,7 @@
 A token sees the shared tokens of its prompt, and its response up to itself: two ranges. So the
 tokens of a prompt must follow one another in a row, and so must a response's, as `rl.packing`
 lays them out. Padding sees itself. A part is a segment with one key/value head: a prompt of a row
-with its responses, of which no other token sees anything. Sums are float32.
+with its responses, which no other token sees. Sums are float32.
 
 Shape suffixes: B rows, T tokens of a row, or of a segment, H heads, K key/value heads, G = H/K, h
 head size, Y queries of one key/value head, V positions that a query sees.

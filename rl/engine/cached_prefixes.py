@@ -37,7 +37,7 @@ class CachedPrefixes:
     `end_B` is 0 without an active chain. Without a `rule` cached responses are not used; `counts`
     covers only cached responses. Chains are verified `in_chunks` or as nodes; in `watched_B`
     they are only compared. `price` decides on passes of chunks (None: all are made); it expects
-    that early tokens miss at `begun_miss_rate`.
+    that early tokens miss at `early_miss_rate`.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class CachedPrefixes:
         in_chunks: bool = False,
         price: ChunkPrice | None = None,
         begun_counts: CachedCounts | None = None,
-        begun_miss_rate: float = FIRST_RATE,
+        early_miss_rate: float = FIRST_RATE,
     ) -> None:
         self.in_chunks, self.price = in_chunks, price
         self._rule, self._endings, self.counts = rule, endings, counts
         self._begun_counts = begun_counts or CachedCounts()
-        self._begun_rate = begun_miss_rate
+        self._early_miss_rate = early_miss_rate
         self.tokens_BL = np.zeros((num_slots, longest), np.int32)
         self.min_logprobs_BL = np.zeros((num_slots, longest), np.float32)
         self.end_B = np.zeros(num_slots, np.int32)
@@ -102,7 +102,7 @@ class CachedPrefixes:
         left_R = np.clip(end_B - emitted_B, 0, self.price.chunk_tokens)[rows]
         cached, begun = (correction.factor for correction in self._corrections)
         rate_R = np.where(
-            self.of_begun_B[rows], self._begun_rate * begun, self.rate_B[rows] * cached
+            self.of_begun_B[rows], self._early_miss_rate * begun, self.rate_B[rows] * cached
         )
         return expected_tokens(rate_R, left_R)
 
@@ -250,7 +250,7 @@ class CachedPrefixes:
         decided_B = agreeing_B + missed_B
         for is_begun, correction in enumerate(self._corrections):
             of_B = (self.of_begun_B == is_begun) & (compared_B > 0)
-            rate_B = self._begun_rate if is_begun else self.rate_B
+            rate_B = self._early_miss_rate if is_begun else self.rate_B
             correction.observe(int(missed_B[of_B].sum()), float((rate_B * decided_B)[of_B].sum()))
 
     def reused(self, row: int, partial: PartialRequest, prefix: Prefix) -> Prefix:

@@ -32,7 +32,7 @@ class EngineConfig:
     `page_tokens` positions, as many as a request has tokens; "auto": rows on CPUs. Rows have their
     length from the start, since CPUs read live positions only, unless all would take more than 1
     GiB or `min_positions` is set: then they start with an eighth, at least `min_positions` (0: 64),
-    and grow to a half and the whole, which are programs of their own. Chunks of prompts are at most
+    and grow to a half and the whole, each with separate programs. Chunks of prompts are at most
     as long as the least of these. There are `pages` in all (0: as many as all slots can need); if
     they run out, the newest requests pause and are computed again, with the same tokens. "auto"
     chooses `slots` and `pages` that fit the device's memory (`rl.preflight.sizes`).

@@ -169,7 +169,7 @@ class Engine(ModelRunner):
                 in_chunks=self._verifies_in_chunks(spec, num_slots),
                 price=self._chunk_price(spec),
                 begun_counts=self.stats.begun,
-                begun_miss_rate=spec.begun_miss_rate,
+                early_miss_rate=spec.early_miss_rate,
             )
         # a fetch may write one beyond
         lora = self.model.lora
@@ -205,7 +205,7 @@ class Engine(ModelRunner):
 
     def step(self) -> list[Event]:
         """Admit, run one fetch's rounds, retire; return which requests or chunks ended."""
-        start_s, num_programs = self.clock(), compilations.num_made()
+        start_s, num_programs = self.clock(), compilations.num_programs()
         assert not self._table.chunk_ended_rows(), "each is extended or taken before the next step"
         self._admit()
         self._preempt()
@@ -375,7 +375,7 @@ class Engine(ModelRunner):
                 cached_in_chunks=self._rounds.cached_in_chunks,
                 plain_rounds=plain_rounds,
                 pricing_seconds=pricing_s if table.verifies_in_chunks else 0.0,
-                programs_made=compilations.num_made() - num_programs,
+                num_compiled=compilations.num_programs() - num_programs,
                 num_positions=self._rows.num_positions,
                 request_ids_A=table.request_ids_B[rows_A],
                 cached_tokens_A=table.cached_tokens_B[rows_A] - count_B[rows_A],

@@ -234,7 +234,7 @@ class ModelRunner:
         """Return the numbers of chunks of passes that draw after their tokens, smallest first."""
         return self.config.drawing_chunks(num_slots, self.drawing_tokens)
 
-    def parts_of_pass(self, num_rows: int, num_slots: int) -> list[int]:
+    def pass_parts(self, num_rows: int, num_slots: int) -> list[int]:
         """Return the chunks of the programs that draw for so many rows, one each.
 
         There are as many as run at once, if the rows fill so many.

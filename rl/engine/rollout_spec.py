@@ -69,7 +69,7 @@ class RolloutSpec:
     `words` is the text of tokens, for stop strings. `drafts` makes each worker's drafter and
     budget; without a budget all draft tokens are verified. `rule` decides how much of cached
     responses is kept (None: none); with `begun`, requests may have early tokens, expected to
-    miss at `begun_miss_rate`. `times`, measured seconds of rounds, choose between verifying
+    miss at `early_miss_rate`. `times`, measured seconds of rounds, choose between verifying
     these in chunks (None: always), as nodes, or by decoding. `sink` receives
     responses with hidden states. With `keeps_responses` a prompt may continue an earlier request's
     tokens in its row, as the turns of a dialogue do.
@@ -85,7 +85,7 @@ class RolloutSpec:
     sink: HiddenStateSink | None = None
     words: TokenBytes | None = None
     begun: bool = False
-    begun_miss_rate: float = FIRST_RATE
+    early_miss_rate: float = FIRST_RATE
     keeps_responses: bool = False
     times: RoundTimes | None = None
 

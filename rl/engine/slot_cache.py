@@ -273,7 +273,7 @@ class SlotCache:
 
         There are as many as run at once, if the rows fill so many.
         """
-        parts = self._runner.parts_of_pass(len(rows), len(self.table))
+        parts = self._runner.pass_parts(len(rows), len(self.table))
         ends = np.cumsum(parts).tolist()
         starts = [0, *ends[:-1]]
         pairs = zip(starts, ends, parts, strict=True)

@@ -33,7 +33,7 @@ class RoundRecord:
     of max(`rounds_A`) rounds; `rounds_A` counts the rounds of each request. `cached_nodes` were
     tokens of cached responses; in addition to the nodes `prompt_tokens` were computed, and
     `cached_in_chunks` decided on, in a pass whose tokens would take `plain_rounds` of all rows. It
-    waited if `programs_made` meanwhile are not 0. `pricing_seconds` of the time before `drafted_s`
+    waited if `num_compiled` meanwhile are not 0. `pricing_seconds` of the time before `drafted_s`
     went to the price of cached tokens.
     """
 
@@ -54,7 +54,7 @@ class RoundRecord:
     prompt_tokens: int = 0
     cached_in_chunks: int = 0
     plain_rounds: float = 0.0
-    programs_made: int = 0
+    num_compiled: int = 0
     pricing_seconds: float = 0.0
 
     @property
@@ -205,16 +205,16 @@ def speculation_metrics(stats: EngineStats, times: RoundTimes | None = None) -> 
     of rounds with draft tokens that the host took.
     """
     drafted, accepted = stats.drafted_nodes, stats.accepted_tokens
-    metrics, kept = dict[str, float](), undisturbed(stats.timeline, times)
+    metrics, clean = dict[str, float](), undisturbed(stats.timeline, times)
     if times is not None:
         of_cached = int(stats.accepted_by_source[Source.CACHED])
         metrics["spec/accepted_tokens"] = float(accepted - of_cached)
-        metrics["spec/seconds_saved"] = seconds_saved(without_reuse(kept), times)
-        metrics["spec/disturbed_seconds"] = _seconds(stats.timeline) - _seconds(kept)
+        metrics["spec/seconds_saved"] = seconds_saved(without_reuse(clean), times)
+        metrics["spec/disturbed_seconds"] = _seconds(stats.timeline) - _seconds(clean)
     rounds = [r for r in stats.timeline if r.drafted]
     if not rounds:
         return metrics
-    kept = [r for r in kept if r.drafted]
+    clean = [r for r in clean if r.drafted]
     requests = sum(int(r.rounds_A.sum()) for r in rounds)
     emitted = sum(int(r.emitted_A.sum()) for r in rounds)
     metrics |= {
@@ -223,9 +223,9 @@ def speculation_metrics(stats: EngineStats, times: RoundTimes | None = None) -> 
         "spec/drafted_per_round": drafted / requests,
         "spec/speculated_fraction": accepted / max(stats.tokens, 1),
         "spec/wasted_nodes": float(drafted - accepted),
-        "spec/draft_seconds": sum(r.drafted_s - r.ready_s for r in kept),
-        "spec/verify_seconds": sum(r.fetched_s - r.called_s for r in kept),
-        "spec/host_share": host_share(kept),
+        "spec/draft_seconds": sum(r.drafted_s - r.ready_s for r in clean),
+        "spec/verify_seconds": sum(r.fetched_s - r.called_s for r in clean),
+        "spec/host_share": host_share(clean),
     }
     for source in Source:
         if verified := int(stats.drafted_by_source[source]):
@@ -247,9 +247,9 @@ def undisturbed(
     over the fetches like it; if they are fewer than `FEW` and `times` has their rounds, at the pace
     of the others, s > `PAUSE` · n · t · pace.
     """
-    kept = [r for r in rounds if not r.programs_made]
+    clean = [r for r in rounds if not r.num_compiled]
     alike = dict[tuple[int | bool, ...], list[RoundRecord]]()
-    for r in kept:
+    for r in clean:
         kind = bool(r.prompt_tokens), bool(r.cached_nodes), bool(r.cached_in_chunks)
         alike.setdefault((r.num_slots, r.num_nodes, r.num_positions, *kind), []).append(r)
     medians = {
@@ -266,7 +266,7 @@ def undisturbed(
             known = bool(paces and table[key])
             fetch_s, round_s = 0.0, table[key] * np.median(paces) if known else math.inf
         paused |= {id(r) for r in some if r.fetch_s > PAUSE * max(fetch_s, r.num_rounds * round_s)}
-    return [r for r in kept if id(r) not in paused]
+    return [r for r in clean if id(r) not in paused]
 
 
 def _seconds(rounds: Sequence[RoundRecord]) -> float:

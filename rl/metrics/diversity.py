@@ -93,8 +93,8 @@ def _clipped_counts(keys: np.ndarray, bits: np.uint64, num_responses: int) -> np
     is_highest = counts == highest
     holders = np.repeat(np.add.reduceat(is_highest.astype(np.int64), gram_starts), lengths)
     others = np.maximum.reduceat(np.where(is_highest, 0, counts), gram_starts)
-    of_sibling = np.where(is_highest & (holders == 1), np.repeat(others, lengths), highest)
-    return np.bincount(responses, np.minimum(counts, of_sibling), num_responses)
+    sibling_counts = np.where(is_highest & (holders == 1), np.repeat(others, lengths), highest)
+    return np.bincount(responses, np.minimum(counts, sibling_counts), num_responses)
 
 
 def _run_starts(values: np.ndarray) -> np.ndarray:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import jax.monitoring
 
 _EVENTS = "/jax/core/compile/"
-_num_made = 0
+_count = 0
 
 
-def num_made() -> int:
+def num_programs() -> int:
     """Return the number of traced, lowered and compiled programs so far, each counted apart."""
-    return _num_made
+    return _count
 
 
 def _listen(event: str, duration_s: float, **details: object) -> None:
-    global _num_made
+    global _count
     if event.startswith(_EVENTS):
-        _num_made += 1
+        _count += 1
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)

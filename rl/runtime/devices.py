@@ -106,8 +106,8 @@ def has_cpus_alone() -> bool:
     """Return whether this process can get no device but CPUs; opens none."""
     import jax
 
-    asked = jax.config.jax_platforms
-    return asked == "cpu" or not (asked or _plugins())
+    platforms = jax.config.jax_platforms
+    return platforms == "cpu" or not (platforms or _plugins())
 
 
 def _plugins() -> list[str]:

@@ -152,7 +152,7 @@ class LongerBuckets:
         path: Path,
         times: RoundTimes | None,
         *,
-        speculation: SpeculationConfig = round_times.OF_TEXT,
+        speculation: SpeculationConfig = round_times.TEXT_DRAFTS,
         processes: Processes = ALONE,
     ) -> None:
         """Compile the rest and run it once; measure its rounds for `times`, unless it is None.

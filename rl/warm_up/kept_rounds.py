@@ -35,23 +35,23 @@ def folder() -> Path | None:
 
 
 def read(
-    where: Path, made_for: Mapping[str, Any], say: Callable[[str], object]
+    where: Path, settings: Mapping[str, Any], say: Callable[[str], object]
 ) -> RoundTimes | None:
     """Return the table for these settings, this machine and this code; None without one.
 
     `say` is called for a file that is something else, which is ignored.
     """
-    made_for = {**made_for, **_of_machine()}
-    name = _name(made_for)
+    settings = {**settings, **_machine()}
+    name = _name(settings)
     try:
-        kept = Folder(where)
-        if not kept.exists(name):
+        cache_folder = Folder(where)
+        if not cache_folder.exists(name):
             return None
-        content = json.loads(kept.read(name, MAX_BYTES))
-        if content["made_for"] != made_for:
+        content = json.loads(cache_folder.read(name, MAX_BYTES))
+        if content["settings"] != settings:
             raise ValueError("it was made for something else")
         table = RoundTimes.from_rows(content["rows"])
-        if table.rounds.keys() != {tuple(bucket) for bucket in made_for["buckets"]}:
+        if table.rounds.keys() != {tuple(bucket) for bucket in settings["buckets"]}:
             raise ValueError("it has other rounds")
         return table
     except FileNotFoundError:
@@ -62,27 +62,27 @@ def read(
 
 
 def write(
-    where: Path, times: RoundTimes, made_for: Mapping[str, Any], say: Callable[[str], object]
+    where: Path, times: RoundTimes, settings: Mapping[str, Any], say: Callable[[str], object]
 ) -> None:
     """Keep a table for other runs, in place of an older one at once."""
-    made_for = {**made_for, **_of_machine()}
-    content = {"made_for": made_for, "rows": times.rows()}
-    name, temporary = _name(made_for), f".{uuid.uuid4().hex}.tmp"  # another run may write as well
+    settings = {**settings, **_machine()}
+    content = {"settings": settings, "rows": times.rows()}
+    name, temporary = _name(settings), f".{uuid.uuid4().hex}.tmp"  # another run may write as well
     try:
-        kept = Folder(where, create=True)
-        with kept.create(temporary) as file:
+        cache_folder = Folder(where, create=True)
+        with cache_folder.create(temporary) as file:
             file.write(json.dumps(content).encode() + b"\n")
-        kept.rename(temporary, name)
+        cache_folder.rename(temporary, name)
     except OSError as error:
         say(f"seconds of rounds are not kept for other runs ({error})")
 
 
-def _name(made_for: Mapping[str, Any]) -> str:
-    digest = hashlib.sha256(json.dumps(made_for, sort_keys=True).encode()).hexdigest()
+def _name(settings: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return f"round_times-{digest[:32]}.json"
 
 
-def _of_machine() -> dict[str, Any]:
+def _machine() -> dict[str, Any]:
     """Return what seconds depend on besides a run's settings."""
     return {
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,

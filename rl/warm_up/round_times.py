@@ -37,7 +37,7 @@ from spec.round_times import SHORT_PART, RoundTimes, monotone
 from spec.sampling import step_key
 
 FETCHES = 4  # of a rollout that times the host
-OF_TEXT = SpeculationConfig(sources=("history", "group", "own"))
+TEXT_DRAFTS = SpeculationConfig(sources=("history", "group", "own"))
 BUSY = 0.5  # spread of tries, by their median: a table of a machine that is this busy is not kept
 
 
@@ -49,23 +49,23 @@ def load_or_measure(
     reach: Reach,
     max_positions: int | None = None,
     *,
-    speculation: SpeculationConfig = OF_TEXT,
+    speculation: SpeculationConfig = TEXT_DRAFTS,
     beside: Sequence[Engine] = (),
     processes: Processes = ALONE,
-    kept: Path | None = None,
+    shared_folder: Path | None = None,
     say: Callable[[str], object] = warnings.warn,
 ) -> RoundTimes:
     """Return the table in `path` if it was made for this device and these shapes, else a new one.
 
-    The table of an earlier run in the folder `kept` is as good as a new one, which goes there.
+    The table of an earlier run in `shared_folder` is as good as a new one, which goes there.
     Call it after the warm-up, in all `processes` of a mesh: they get process 0's table. Buckets of
     more than `max_positions` count as the longest measured one until `complete`. Other workers
-    decode meanwhile. Raises ValueError for a damaged file in `path`; one in `kept` is passed to
-    `say`.
+    decode meanwhile. Raises ValueError for a damaged file in `path`; one in `shared_folder` is
+    passed to `say`.
     """
     buckets = list(round_buckets(engine, sampling, reach))
     valid_for = _valid_for(engine, sampling, buckets, reach, 1 + len(beside), speculation)
-    table = _table_in(path, valid_for, processes, kept, say)
+    table = _table_in(path, valid_for, processes, shared_folder, say)
     if table is not None:
         return table
     now = [b for b in buckets if max_positions is None or b[2] <= max_positions]
@@ -74,7 +74,7 @@ def load_or_measure(
     times, spread = measure(*policy, draws=reach.reuse, speculation=speculation, **options)
     if len(now) == len(buckets):
         if processes.is_first:
-            _write(path, times, valid_for, kept if spread < BUSY else None, say)
+            _write(path, times, valid_for, shared_folder if spread < BUSY else None, say)
         return times
     for B, M, S in buckets:
         if (B, M, S) not in now:
@@ -86,15 +86,15 @@ def _table_in(
     path: Path | None,
     valid_for: dict[str, Any],
     processes: Processes,
-    kept: Path | None = None,
+    shared_folder: Path | None = None,
     say: Callable[[str], object] = warnings.warn,
 ) -> RoundTimes | None:
     """The table that process 0 finds in its file, or in a folder of other runs'."""
     own = None
     if processes.is_first:
         own = None if path is None else read_rounds(path, valid_for)
-        if own is None and kept is not None:
-            own = kept_rounds.read(kept, valid_for, say)
+        if own is None and shared_folder is not None:
+            own = kept_rounds.read(shared_folder, valid_for, say)
             if own is not None and path is not None:
                 write_rounds(path, own, valid_for)
     return rounds_of_first(own, processes)
@@ -104,13 +104,13 @@ def _write(
     path: Path | None,
     times: RoundTimes,
     valid_for: dict[str, Any],
-    kept: Path | None,
+    shared_folder: Path | None,
     say: Callable[[str], object],
 ) -> None:
     if path is not None:
         write_rounds(path, times, valid_for)
-    if kept is not None:
-        kept_rounds.write(kept, times, valid_for, say)
+    if shared_folder is not None:
+        kept_rounds.write(shared_folder, times, valid_for, say)
 
 
 def complete(
@@ -122,7 +122,7 @@ def complete(
     reach: Reach,
     max_positions: int,
     *,
-    speculation: SpeculationConfig = OF_TEXT,
+    speculation: SpeculationConfig = TEXT_DRAFTS,
     processes: Processes = ALONE,
 ) -> None:
     """Measure the buckets that `load_or_measure` skipped, add them to `times`, write the table."""
@@ -143,7 +143,7 @@ def measure(
     sampling: SamplingConfig,
     buckets: list[tuple[int, int, int]],
     *,
-    speculation: SpeculationConfig = OF_TEXT,
+    speculation: SpeculationConfig = TEXT_DRAFTS,
     drafters: DeviceDrafters = NO_DRAFTERS,
     beside: Sequence[Engine] = (),
     draws: bool = False,
@@ -240,8 +240,8 @@ def _passes(engine: Engine, num_slots: int) -> list[Pass]:
 
 def _fetch_seconds(engine: Engine, spec: RolloutSpec, num_slots: int, num_positions: int) -> float:
     """Return the host's least seconds in a fetch of a plain rollout in all slots."""
-    longest = min(num_positions, engine.longest_tokens or num_positions)
-    limit = max(1, min(FETCHES * engine.config.rounds_per_fetch, longest - 1))
+    max_tokens = min(num_positions, engine.longest_tokens or num_positions)
+    limit = max(1, min(FETCHES * engine.config.rounds_per_fetch, max_tokens - 1))
     requests = [Request(b, (0,), b, 0, max_new_tokens=limit) for b in range(num_slots)]
     sampling = dataclasses.replace(spec.sampling, stop=())
     engine.run(dataclasses.replace(spec, sampling=sampling), requests)

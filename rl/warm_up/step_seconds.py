@@ -49,8 +49,8 @@ def step_seconds(
 
 def at_its_pace(rounds: Sequence[RoundRecord], times: RoundTimes) -> RoundTimes:
     """Return the table as a step's rounds alone correct it: a busy machine slows all of them."""
-    step, kept = RunSeconds(), undisturbed(rounds, times)
-    step.played(StepSeconds(0.0, 0.0, _by_bucket(kept, times), True))
+    step, clean = RunSeconds(), undisturbed(rounds, times)
+    step.played(StepSeconds(0.0, 0.0, _by_bucket(clean, times), True))
     return step.corrected(times)
 
 

@@ -75,10 +75,10 @@ class _Forced(Budget):
     ) -> DraftDecision:
         self._budget.choose(live, drafts, sizes, num_slots, num_positions)
         places_N = np.arange(drafts.max_nodes)
-        lacking_AN = places_N >= drafts.count_A[:, None]  # a chain after the last draft token
-        drafts.tokens_AN[lacking_AN] = 0
-        drafts.parents_AN[:] = np.where(lacking_AN, places_N - 1, drafts.parents_AN)
-        drafts.prob_AN[lacking_AN] = 0.0
+        missing_AN = places_N >= drafts.count_A[:, None]  # a chain after the last draft token
+        drafts.tokens_AN[missing_AN] = 0
+        drafts.parents_AN[:] = np.where(missing_AN, places_N - 1, drafts.parents_AN)
+        drafts.prob_AN[missing_AN] = 0.0
         drafts.count_A[:] = drafts.max_nodes
         taken_A = best(drafts, np.ones(len(live)), num_slots, self.num_nodes)
         return DraftDecision(self.num_nodes, taken_A)
@@ -245,7 +245,7 @@ class TimedFetches:
         slots, params = rows.slots(own.put(self._spec.key)), self._spec.params
         parts = [one.num_chunks]
         if not one.is_beside:
-            parts = own.parts_of_pass(one.num_chunks, self._size[0])
+            parts = own.pass_parts(one.num_chunks, self._size[0])
         tables = [self._chunks(num_chunks) for num_chunks in parts]
         state = rows.for_round()
         jax.block_until_ready((state, slots))

@@ -100,7 +100,7 @@ class AheadEngine(MultiEngine):
         """
         self.check(spec, requests)
         rate = self._misses.rate
-        self._spec = spec = dataclasses.replace(spec, begun=True, begun_miss_rate=rate)
+        self._spec = spec = dataclasses.replace(spec, begun=True, early_miss_rate=rate)
         self._place = place = self._place + 2
         oldest = place if self._begun_place is None else self._begun_place
         self._session.submit(place, spec, requests, oldest=oldest)

@@ -34,7 +34,7 @@ class Pass(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """The rows of a worker: slots, positions, busy rows, and those of them that are live."""
+    """The rows of a worker: slots, positions, busy rows, and live rows."""
 
     slots: int
     positions: int
@@ -60,8 +60,8 @@ class ChunkPrice:
         """
         rounds = self._times.rounds.items()
         sizes = {b: s for (b, m, n), s in rounds if (m, n) == (b, num_positions)}
-        kept_N = spread_kept(length_N, rate_N)
-        if num_slots not in sizes or not kept_N.any():
+        agreeing_N = spread_agreement(length_N, rate_N)
+        if num_slots not in sizes or not agreeing_N.any():
             return
         ordered = sorted(sizes.items())
 
@@ -69,8 +69,8 @@ class ChunkPrice:
             return next(s for b, s in ordered if b >= num_rows)
 
         saved_s = played_s(length_N, num_slots, plain_s)
-        saved_s -= played_s(length_N - kept_N, num_slots, plain_s)
-        self._token_s = saved_s / float(kept_N.sum())
+        saved_s -= played_s(length_N - agreeing_N, num_slots, plain_s)
+        self._token_s = saved_s / float(agreeing_N.sum())
 
     @property
     def gain(self) -> float:
@@ -123,7 +123,7 @@ class ChunkPrice:
         return expected_R * rate * self.value(at) > MARGIN
 
     def _seconds(self, one: Pass, at: Bucket) -> float | None:
-        """Return the seconds of a pass, which has a fetch of its own."""
+        """Return the seconds of a pass, its fetch included."""
         key = one, at.slots, at.positions
         if key not in self._known:
             tokens = one.num_chunks * self.chunk_tokens
@@ -136,7 +136,7 @@ class ChunkPrice:
 GOLDEN = 0.6180339887498949
 
 
-def spread_kept(length_N: np.ndarray, rate_N: np.ndarray) -> np.ndarray:
+def spread_agreement(length_N: np.ndarray, rate_N: np.ndarray) -> np.ndarray:
     """Return tokens that agree up to a first difference, spread over the quantiles of their number.
 
     P(k tokens agree) = (1 − h)^k, at multiples of the golden ratio modulo 1.

@@ -29,8 +29,8 @@ def test_programs_that_are_compiled_in_a_rollout_cost_drafts_nothing(tmp_path, m
     monkeypatch.setattr("rl.engine.stats.PAUSE", float("inf"))
     tiny_run.train(config, folder, *DRAFTS, show=show)
     _, timeline = load_timeline(folder)
-    waited = [r for r in timeline if r.programs_made]
-    assert lost == [2] and timeline[2].programs_made and len(waited) < len(timeline)
+    waited = [r for r in timeline if r.num_compiled]
+    assert lost == [2] and timeline[2].num_compiled and len(waited) < len(timeline)
     waited_s = sum(r.ended_s - r.began_s for r in waited)
     others_s = sum(r.ended_s - r.began_s for r in timeline) - waited_s
     [row] = step_rows(read_metrics(folder))

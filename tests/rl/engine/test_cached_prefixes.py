@@ -220,7 +220,7 @@ def test_what_chunks_bring_follows_from_rates_that_the_rollout_corrects():
         [request(0), often, early],
         in_chunks=True,
         price=PRICE,
-        begun_miss_rate=0.2,
+        early_miss_rate=0.2,
     )
     for row in range(3):
         table.decode_instead(row)

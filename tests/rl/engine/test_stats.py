@@ -121,7 +121,7 @@ def test_rounds_that_waited_for_a_program_have_no_part_in_any_price():
     stats, times = example(), RoundTimes({(4, 4, 64): 7.0, (4, 16, 64): 1.0})
     without = speculation_metrics(stats, times)
     plain, drafted, _ = stats.timeline
-    waited = [slow(dataclasses.replace(r, programs_made=2), 1000.0) for r in (plain, drafted)]
+    waited = [slow(dataclasses.replace(r, num_compiled=2), 1000.0) for r in (plain, drafted)]
     stats.timeline += waited
     assert undisturbed(stats.timeline, times) == stats.timeline[:3]
     metrics = speculation_metrics(stats, times)

@@ -75,7 +75,7 @@ def test_impossible_seconds_are_ignored_with_a_line(kept, rows):
     assert table is None and "rounds are measured anew" in line and file.name in line
 
 
-@pytest.mark.parametrize("text", ["", "{", "[" * 99_999, "\x00", '{"made_for": {}, "rows": []}'])
+@pytest.mark.parametrize("text", ["", "{", "[" * 99_999, "\x00", '{"settings": {}, "rows": []}'])
 def test_a_damaged_or_foreign_file_is_ignored_with_a_line(kept, text):
     folder, file = kept
     file.write_text(text)

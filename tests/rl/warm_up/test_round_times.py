@@ -127,7 +127,7 @@ def test_a_table_that_an_earlier_run_kept_is_not_measured_again(params, tmp_path
     def load(run, step_s, config=CONFIG, **drafts):
         engine = Engine(TINY, config, clock=ticking(step_s))
         given = engine, params, SAMPLING, dataclasses.replace(REACH, speculative=True)
-        return round_times.load_or_measure(tmp_path / run, *given, kept=kept, **drafts)
+        return round_times.load_or_measure(tmp_path / run, *given, shared_folder=kept, **drafts)
 
     assert load("first", 1.0)(2, 4, 16) == 1.0 and len([*kept.iterdir()]) == 1
     assert load("second", 5.0)(2, 4, 16) == 1.0
@@ -141,7 +141,7 @@ def test_the_table_of_a_busy_machine_is_not_kept(params, tmp_path):
     times = itertools.accumulate(steps)
     engine = Engine(TINY, CONFIG, clock=lambda: next(times))
     given = tmp_path / "run", engine, params, SAMPLING, REACH
-    round_times.load_or_measure(*given, kept=tmp_path / "kept")
+    round_times.load_or_measure(*given, shared_folder=tmp_path / "kept")
     assert not (tmp_path / "kept").exists()
 
 

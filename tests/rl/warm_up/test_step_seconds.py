@@ -67,7 +67,7 @@ def test_rounds_that_are_of_no_bucket_are_left_out():
 
 def test_a_compiler_is_no_loss_by_drafts():
     rounds = [record(4, 4), record(4, 8, 9.0), record(16, 1), record(16, 1)]
-    waited = [record(16, 1, 5000.0, programs_made=3), record(4, 4, 5000.0, programs_made=1)]
+    waited = [record(16, 1, 5000.0, num_compiled=3), record(4, 4, 5000.0, num_compiled=1)]
     assert step_seconds([*waited, *rounds], TIMES, True) == step_seconds(rounds, TIMES, True)
     pace = at_its_pace([*waited, *rounds], TIMES)
     assert pace.rows() == at_its_pace(rounds, TIMES).rows()

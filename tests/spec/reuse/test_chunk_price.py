@@ -10,7 +10,7 @@ from spec.reuse.chunk_price import (
     ChunkPrice,
     Pass,
     played_s,
-    spread_kept,
+    spread_agreement,
 )
 from spec.round_times import RoundTimes
 
@@ -114,11 +114,11 @@ def test_requests_are_played_as_slots_get_free(lengths, want):
 
 def test_what_stands_is_spread_over_its_law():
     lengths = np.full(10_000, 50)
-    kept = spread_kept(lengths, np.full(10_000, 0.05))
+    kept = spread_agreement(lengths, np.full(10_000, 0.05))
     for k in (1, 10, 50):
         assert (kept >= k).mean() == pytest.approx(0.95**k, abs=0.003)
-    assert not spread_kept(lengths, np.ones(10_000)).any()
-    assert (spread_kept(lengths, np.zeros(10_000)) == 50).all()
+    assert not spread_agreement(lengths, np.ones(10_000)).any()
+    assert (spread_agreement(lengths, np.zeros(10_000)) == 50).all()
 
 
 def test_tokens_of_short_responses_are_worth_less_than_those_of_the_longest():
