@@ -249,8 +249,8 @@ class ModelRunner:
 
     @property
     def beside_chunks(self) -> list[int]:
-        """Return the numbers of chunks that draw together with a round: one suffices for a row."""
-        return sorted({self.batch_ways, self.config.prefill_rows})
+        """Return the numbers of chunks that draw with a round: more gain nothing by it."""
+        return [self.batch_ways]
 
     def slots_for(self, num_requests: int) -> int:
         """Return the bucket of slots that a rollout starts in: prompts are computed in it."""

@@ -23,7 +23,7 @@ from models import sums_in_order_on_accelerators, transformer
 from rl.cluster.processes import ALONE, Processes
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
-from rl.engine.stats import EngineStats, host_seconds
+from rl.engine.stats import host_seconds
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
 from rl.trajectory import Request
@@ -244,10 +244,11 @@ def _fetch_seconds(engine: Engine, spec: RolloutSpec, num_slots: int, num_positi
     limit = max(1, min(FETCHES * engine.config.rounds_per_fetch, max_tokens - 1))
     requests = [Request(b, (0,), b, 0, max_new_tokens=limit) for b in range(num_slots)]
     sampling = dataclasses.replace(spec.sampling, stop=())
-    engine.run(dataclasses.replace(spec, sampling=sampling), requests)
-    rounds, engine.stats = engine.stats.timeline, EngineStats()
-    engine.free()
-    return max(min(r.ready_s - r.began_s + host_seconds([r]) for r in rounds), MIN_SECONDS)
+    own = dataclasses.replace(engine, lockstep=None)
+    own.run(dataclasses.replace(spec, sampling=sampling), requests)
+    own.free()
+    seconds = (r.ready_s - r.began_s + host_seconds([r]) for r in own.stats.timeline)
+    return max(min(seconds), MIN_SECONDS)
 
 
 def _valid_for(

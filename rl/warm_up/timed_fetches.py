@@ -127,7 +127,7 @@ class TimedFetches:
         self._size, self._spec, self._clock = size, spec, engine.clock
         self._fetch_tokens = max(config.rounds_per_fetch, config.max_nodes) + 1
         # another one: the engine's rows may be in use, and its clock is read for fetches alone
-        self._engine = dataclasses.replace(engine, clock=float)
+        self._engine = dataclasses.replace(engine, clock=float, lockstep=None)
         self._engine.first_slots = {B}
         self._end = min(S, engine.longest_tokens or S)
         self._start = max(1, min(S // live_part, self._end - 2 * self._fetch_tokens))

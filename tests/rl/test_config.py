@@ -593,6 +593,6 @@ def test_ahead_on_shared_devices_is_said_to_slow_updates():
     trainer, worker = Device(0), Device(1)
     assert ahead_loss("ahead", [trainer], [worker]) is None
     assert ahead_loss("sync", [trainer], [trainer]) is None
-    assert "0.77 of their speed" in ahead_loss("ahead", [trainer, worker], [trainer, worker])
+    assert "0.63 of their speed" in ahead_loss("ahead", [trainer, worker], [trainer, worker])
     cores = Device(0, "cpu"), Device(1, "cpu")  # several devices of one CPU
     assert "the CPU's cores are shared" in ahead_loss("ahead", cores[:1], cores[1:])

@@ -176,7 +176,10 @@ def test_the_last_rollout_is_drawn_for_one_run_and_for_several(tmp_path):
 GOOD_ROUND = json.dumps(
     dict.fromkeys(("began_s", "ready_s", "drafted_s", "called_s", "fetched_s", "ended_s"), 1.0)
     | dict.fromkeys(("num_slots", "num_nodes", "num_positions"), 1)
-    | dict.fromkeys(("cached_nodes", "prompt_tokens", "cached_in_chunks", "plain_rounds"), 0)
+    | dict.fromkeys(
+        ("cached_nodes", "prompt_tokens", "cached_in_chunks", "plain_rounds", "pricing_seconds"), 0
+    )
+    | {"num_compiled": 0}
     | {name: [1] for name in ("request_ids_A", "cached_tokens_A", "rounds_A", "emitted_A")}
 )
 

@@ -14,6 +14,7 @@ from loop_runs import (
     finish,
     spare_time,
     stop_after,
+    unpriced,
 )
 from run_settings import BANDIT, DAPO, DRAFTS, LEARNED, TRAINED_AFTER, WORKERS
 from whole_steps import whole_steps
@@ -46,11 +47,13 @@ def test_one_engine_with_a_critic_reuse_and_a_task_s_own_sampling(tiny, tmp_path
     [task] = load(TrainConfig, [tiny]).task.specs
     by_task = "Sampling.by_task=('t: temperature=0.7, top_k=9, max_new_tokens=20, stop=\"1\"',)"
     more = "Reuse.mode='coupled'", "Algorithm.name='ppo'", "Sampling.max_new_tokens=24"
+    more = (*more, "Speculation.losing_steps=0")
     settings = (*more, "Run.steps=6", f"Task.specs=('t={task}',)", by_task)
-    whole = compiles_nothing_late(tiny, tmp_path / "whole", *settings)
+    with unpriced():
+        whole = compiles_nothing_late(tiny, tmp_path / "whole", *settings)
+        assert_resumes_to_the_bit(tiny, tmp_path, settings, whole)
     assert_lengths_vary(whole.rows)
     assert max(row["spec/reused_fraction"] for row in whole.rows[1:]) > 0
-    assert_resumes_to_the_bit(tiny, tmp_path, settings, whole)
     # the trainer scores by the task's sampling too
     assert max(row["sampling/sampling_logp_difference/max"] for row in whole.rows) < 1e-4
     samples = [json.loads(line) for line in whole.samples.splitlines()]

@@ -16,6 +16,7 @@ import pytest
 
 from rl import setup as run_setup
 from rl.drafter_training.spot_trainer import SpotTrainer
+from rl.engine.engine import Engine
 from rl.metrics.writer import deterministic_view, read_metrics, step_rows
 from rl.responses import Scorer
 from rl.runtime.signals import COMPILING, Stopped, Watch
@@ -76,6 +77,15 @@ def assert_same_run(one, other):
     assert texts(one) == texts(other)
     for ours, theirs in zip(one.rows, other.rows, strict=True):
         assert learnt(ours) == pytest.approx(learnt(theirs), rel=1e-3, abs=1e-5)
+
+
+@contextlib.contextmanager
+def unpriced():
+    """Cached tokens are verified in chunks at any price: rounds of two runs are the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_chunk_price", lambda engine, spec: None)
+        patch.setattr(Engine, "_verifies_in_chunks", lambda engine, spec, num_slots: True)
+        yield
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ SLOTS = ("Engine.slots=4", "Engine.min_slots=4")
 # from the trainer's own log-probabilities, with weights of 0 or 1, is the same to the bit.
 SETTINGS = (
     "Algorithm.correction='token_mask:0.01:100'",
-    *(*SLOTS, "Run.steps=6", "Sampling.draw='gumbel_blocks'"),
+    *(*SLOTS, "Run.steps=6", "Sampling.draw='gumbel'"),
 )
 WORKERS = (*TWO, *SLOTS)
 PIPELINE = ("Sched.mode='pipeline'", *TWO)
