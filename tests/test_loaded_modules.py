@@ -43,7 +43,7 @@ def loaded(code: str) -> tuple[int, bool, bool]:
 
 
 @pytest.mark.parametrize(
-    ("code", "most"), [(SIMULATE, 40), (DRY_RUN, 77)], ids=["simulate", "dry_run"]
+    ("code", "most"), [(SIMULATE, 40), (DRY_RUN, 76)], ids=["simulate", "dry_run"]
 )
 def test_few_modules_and_no_machinery_are_loaded(code, most):
     count, jax, numba = loaded(code)

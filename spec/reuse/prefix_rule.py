@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
-from spec.reuse.rollout_cache import CachedResponse
+if TYPE_CHECKING:  # a configuration is read without it
+    from spec.reuse.rollout_cache import CachedResponse
 
 SCHEDULES = "constant, linear:END:STEPS, clip_fraction:TARGET"
 GAIN = 0.1  # the largest change of log λ a step
