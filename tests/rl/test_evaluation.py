@@ -16,6 +16,7 @@ from rl.checkpoint.folders import list_steps
 from rl.engine.engine import Engine
 from rl.metrics.writer import MetricsWriter, read_metrics, read_samples, step_rows
 from rl.runtime.signals import Stopped
+from rl.warm_up import round_times
 from tests.support import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -227,6 +228,7 @@ def test_several_workers_and_a_pipeline_answer_as_one_engine(
             left.append(engine._rows._memory.cache)
 
     monkeypatch.setattr(Engine, "free", freed)
+    monkeypatch.setattr(round_times, "_fetch_seconds", lambda *_: 1e-4)  # by an engine of its own
     for mode in ("sync", "ahead", "pipeline"):
         settings = (*SETTINGS, *PIPELINE, f"Sched.mode='{mode}'", "Run.steps=2")
         found = finish(tiny, tmp_path / mode, *settings, *EVALUATED[:2], sets)
