@@ -58,7 +58,7 @@ PRICED = {
     "always": priced({4: 1e-3, 8: 1e-3}, {1: 1e-3, 4: 1e-3}),
     "never": priced({4: 1e3, 8: 1e3}, {1: 1e3, 4: 1e3}),
     "full passes alone": priced({4: 1e3, 8: 2.2}, {1: 1e3, 4: 1e3}),
-    "few rows beside": priced({4: 1e3, 8: 5.0}, {1: 1.6, 4: 2.5}),
+    "few rows beside": priced({4: 1e3, 8: 5.0}, {1: 1.2}),
 }
 both_ways = pytest.mark.parametrize("times", WAYS.values(), ids=WAYS)
 
