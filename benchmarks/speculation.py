@@ -71,8 +71,7 @@ def open_bench(workload: Workload, config: EngineConfig, *, reuse: bool = False)
     reach = Reach(len(workload.requests), longest, speculative=True, reuse=reuse)
     compile_buckets.warm_up(engine, workload.params, workload.sampling, reach)
     buckets = list(round_buckets(engine, workload.sampling, reach))
-    given = engine, workload.params, workload.sampling, buckets
-    times = round_times.measure(*given, draws=reuse)[0]
+    times, _ = round_times.measure(engine, workload.params, workload.sampling, buckets, draws=reuse)
     return Bench(workload, engine, times, buckets)
 
 

@@ -244,10 +244,12 @@ def work_of(policy: str, prompts: int, group_size: int, slots: int) -> tuple[Any
     ]
     requests = workloads.group_requests(rows, group_size)
     _, params = workloads.policy(folder)
-    given = model, params, requests, config.sampling, model.eos_token_ids
+    work = workloads.Workload(
+        policy, model, params, requests, config.sampling, model.eos_token_ids, {}
+    )
     engine = config.engine
     sizes = {"slots": slots, "min_slots": min(slots, max(engine.min_slots, slots // 8))}
-    return workloads.Workload(policy, *given, {}), dataclasses.replace(engine, **sizes)
+    return work, dataclasses.replace(engine, **sizes)
 
 
 @dataclasses.dataclass(frozen=True)

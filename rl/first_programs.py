@@ -200,10 +200,14 @@ def warm_up(
         path, sampling = kept.folder / ROUNDS_FILE, config.sampling
         max_positions = None if longer is None else longer.max_positions
         timed = reach if is_priced else dataclasses.replace(reach, nodes=_no_nodes)
-        measured = path, one, placed, sampling, timed, max_positions
         beside = [other for other in engine.engines if other is not one]
         times = load_or_measure(
-            *measured,
+            path,
+            one,
+            placed,
+            sampling,
+            timed,
+            max_positions,
             speculation=config.speculation,
             beside=beside,
             processes=kept.processes,

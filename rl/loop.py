@@ -218,12 +218,14 @@ def open_rollouts(
 def finish_warm_up(system: System, state: TrainState, folder: Path) -> None:
     """Compile and time the programs that the first step did not need."""
     if system.longer is not None and not system.longer.done:
-        settings = system.weights(state.params), folder / ROUNDS_FILE, system.speculation.times
-        options: dict[str, Any] = {
-            "speculation": system.speculation.config,
-            "processes": system.processes,
-        }
-        finish = partial(system.longer.finish, *settings, **options)
+        finish = partial(
+            system.longer.finish,
+            system.weights(state.params),
+            folder / ROUNDS_FILE,
+            system.speculation.times,
+            speculation=system.speculation.config,
+            processes=system.processes,
+        )
         system.engine.do(finish)
 
 

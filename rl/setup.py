@@ -312,8 +312,12 @@ class RunBuilder:
         check = self.watch.check if system.processes.alone else self.watch.heartbeat
         settings = config.sampling, speculation, reach, self.watch, self._on_compiled, check
         longer = engine.do(partial(first_programs.longer_buckets, engine, weights, *settings))
-        places = self.folder, system.processes, system.drafting
-        tables = first_programs.Kept(*places, self.show.message)
+        tables = first_programs.Kept(
+            folder=self.folder,
+            processes=system.processes,
+            drafting=system.drafting,
+            say=self.show.message,
+        )
         on_compiled = self.on_compiled("training and rollouts")
         rest = speculation, reach, tables, on_compiled, training, longer
         engine.do(partial(first_programs.warm_up, config, engine, weights, *rest))

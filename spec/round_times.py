@@ -135,6 +135,11 @@ class RoundTimes:
             fetch_seconds=self._fetches,
         )
 
+    @property
+    def chunk_slots(self) -> frozenset[int]:
+        """The numbers of slots that passes of chunks are measured with."""
+        return frozenset(slots for slots, _, _ in self._chunks)
+
     def fetch(self, num_slots: int) -> float:
         """Return the host's seconds in a fetch; 0 if they are not measured."""
         return max((s for (b, _, _), s in self._fetches.items() if b == num_slots), default=0.0)

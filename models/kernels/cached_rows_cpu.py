@@ -86,12 +86,16 @@ def _positions(row_X, length_X, num_rows, begin, end, num_before):  # type: igno
 @fast
 def _size(row_X, length_X, num_rows):  # type: ignore[no-untyped-def]
     """Return how many positions all runs read, and how many runs there are."""
-    total, num_runs, end, num_before = 0, 0, 0, 0
+    total = 0
+    num_runs = 0
+    num_before = 0
+    end = 0
     while end < len(row_X):
         begin, end = end, _run_end(row_X, end)
         num_before = num_before if begin and row_X[begin - 1] == row_X[begin] else 0
         total += _positions(row_X, length_X, num_rows, begin, end, num_before)
-        num_before, num_runs = num_before + end - begin, num_runs + 1
+        num_before += end - begin
+        num_runs += 1
     return total, num_runs
 
 
@@ -161,11 +165,15 @@ def _mix(weight_YV, values, table_BN, b, k, length, num_queries, out_Yh):  # typ
 @fast
 def _attend(q_XHh, k_XKh, v_XKh, keys, values, places, table_BN, part, out_XHh):  # type: ignore[no-untyped-def]
     """Attend with the query heads of one key/value head, for a group of runs."""
-    (X, H, h), (B, K, S, _), (row_X, length_X, parent_X) = q_XHh.shape, values.shape, places
+    X, H, h = q_XHh.shape
+    B, K, S, _ = values.shape
+    row_X, length_X, parent_X = places
     if len(table_BN):
         B, S = len(table_BN), S * table_BN.shape[1]
     G, page_hT = H // K, np.empty((h, values.shape[2] if len(table_BN) else 0), np.float32)
-    k, group, (total, num_runs) = part % K, part // K, _size(row_X, length_X, B)
+    k = part % K
+    group = part // K
+    total, num_runs = _size(row_X, length_X, B)
     num_groups = _num_groups(total, num_runs, H, K, h)
     key_path_X, value_path_X = np.empty(X, np.int64), np.empty(X, np.int64)
     key_path_2, value_path_2 = np.zeros(2, np.int64), np.zeros(2, np.int64)
@@ -178,7 +186,9 @@ def _attend(q_XHh, k_XKh, v_XKh, keys, values, places, table_BN, part, out_XHh):
     power_V = bits_V.view(np.float32)
     out_Yh, total_Y = np.empty((AT_ONCE * G, h), np.float32), np.empty(AT_ONCE * G, np.float32)
     scale = np.float32(1 / np.sqrt(h))
-    end, num_before, before = 0, 0, 0
+    before = 0
+    num_before = 0
+    end = 0
     while end < X:
         begin, end = end, _run_end(row_X, end)
         b = row_X[begin]

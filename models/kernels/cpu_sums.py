@@ -199,7 +199,9 @@ def _vector_mix(size_bytes: int) -> Any:
     def mixed(weight, by_y, by_s, b, h, out, num_rows, count):  # type: ignore[no-untyped-def]
         y = 0
         while y < num_rows:
-            w, is_pair, j = weight + 4 * y * by_y, y + 2 <= num_rows, 0
+            w = weight + 4 * y * by_y
+            is_pair = y + 2 <= num_rows
+            j = 0
             while j < h:
                 b_j, out_j = b + size_bytes * j, out + 4 * (y * h + j)
                 if j + 4 * VECTOR_LANES <= h:

@@ -146,7 +146,8 @@ _MOST_ROWS = ROWS[0]
 @fast
 def _block(x, w, y, num_rows, inputs, width, num_outputs, size_bytes, low):  # type: ignore[no-untyped-def]
     """Compute some outputs of some rows, from addresses; `low` are inner, up and ranks."""
-    (inner, up, ranks), r = low, 0
+    inner, up, ranks = low
+    r = 0
     num_blocks = (inputs + MAX_INPUTS - 1) // MAX_INPUTS
     block_inputs = ((inputs + num_blocks - 1) // num_blocks + LINE - 1) // LINE * LINE
     sums_N = np.empty(_MOST_ROWS * num_outputs * LINE if num_blocks > 1 else 0, np.float32)
@@ -155,17 +156,34 @@ def _block(x, w, y, num_rows, inputs, width, num_outputs, size_bytes, low):  # t
         rows, i = _MOST_ROWS, 0
         while rows > num_rows - r:
             rows //= 2
-        more = inner + 4 * r * ranks
+        inner_r = inner + 4 * r * ranks
         while i < inputs:
             count, o = min(block_inputs, inputs - i), 0
-            states = int(i > 0), int(i + count == inputs)
+            x_r = x + 4 * (r * inputs + i)
+            is_later = int(i > 0)
+            is_last = int(i + count == inputs)
             while o < num_outputs:
                 outputs = OUTPUTS if o + OUTPUTS <= num_outputs else 1
-                x_r, w_o = x + 4 * (r * inputs + i), w + size_bytes * (o * inputs + i)
-                tile_places = x_r, w_o, y + 4 * (r * width + o), inputs, count, width
-                low_places = more, up + size_bytes * o * ranks, ranks
+                w_o = w + size_bytes * (o * inputs + i)
+                y_o = y + 4 * (r * width + o)
                 sums_o = sums + 4 * LINE * rows * o
-                _tile(_size(rows, outputs, size_bytes), *tile_places, sums_o, *states, *low_places)
+                up_o = up + size_bytes * o * ranks
+                size = _size(rows, outputs, size_bytes)
+                _tile(
+                    size,
+                    x_r,
+                    w_o,
+                    y_o,
+                    inputs,
+                    count,
+                    width,
+                    sums_o,
+                    is_later,
+                    is_last,
+                    inner_r,
+                    up_o,
+                    ranks,
+                )
                 o += outputs
             i += count
         r += rows

@@ -265,23 +265,37 @@ def _run(call, part):  # type: ignore[no-untyped-def]
     K = cpu_calls.sizes(call, 1, 4)[2]
     queries, keys, sums = (B, T, H, h), (B, T, K, h), (B, H, T)
     prompt = cpu_calls.integers(call, 3, (B, T))
-    k, (b, begin, end) = part % K, _segment(prompt, part // K)
-    rows = (
-        cpu_calls.floats(call, 0, queries)[b, begin:end],
-        cpu_calls.floats(call, 1, keys)[b, begin:end],
-        cpu_calls.floats(call, 2, keys)[b, begin:end],
-        prompt[b, begin:end],
-        cpu_calls.integers(call, 4, (B, T))[b, begin:end],
-    )
+    head = part % K
+    b, begin, end = _segment(prompt, part // K)
+    q_THh = cpu_calls.floats(call, 0, queries)[b, begin:end]
+    k_TKh = cpu_calls.floats(call, 1, keys)[b, begin:end]
+    v_TKh = cpu_calls.floats(call, 2, keys)[b, begin:end]
+    prompt_T = prompt[b, begin:end]
+    branch_T = cpu_calls.integers(call, 4, (B, T))[b, begin:end]
     first = cpu_calls.output(call, 0, queries)[b, begin:end]
     if call[cpu_calls.NUM_OUTPUTS] == 2:
-        _forward(*rows, k, first, cpu_calls.output(call, 1, sums)[b, :, begin:end])
+        lse_HT = cpu_calls.output(call, 1, sums)[b, :, begin:end]
+        _forward(q_THh, k_TKh, v_TKh, prompt_T, branch_T, head, first, lse_HT)
         return
-    dk, dv = cpu_calls.output(call, 1, keys), cpu_calls.output(call, 2, keys)
-    out, lse = cpu_calls.floats(call, 5, queries), cpu_calls.floats(call, 6, sums)
-    dout = cpu_calls.floats(call, 7, queries)[b, begin:end]
-    given = out[b, begin:end], lse[b, :, begin:end], dout
-    _backward(*rows, *given, k, first, dk[b, begin:end], dv[b, begin:end])
+    dk_TKh = cpu_calls.output(call, 1, keys)[b, begin:end]
+    dv_TKh = cpu_calls.output(call, 2, keys)[b, begin:end]
+    out_THh = cpu_calls.floats(call, 5, queries)[b, begin:end]
+    lse_HT = cpu_calls.floats(call, 6, sums)[b, :, begin:end]
+    dout_THh = cpu_calls.floats(call, 7, queries)[b, begin:end]
+    _backward(
+        q_THh,
+        k_TKh,
+        v_TKh,
+        prompt_T,
+        branch_T,
+        out_THh,
+        lse_HT,
+        dout_THh,
+        head,
+        first,
+        dk_TKh,
+        dv_TKh,
+    )
 
 
 _serve = cpu_calls.serving(_run)

@@ -83,8 +83,9 @@ def sampled(policy: Policy, tok: tokenizer.Tokenizer, settings: Settings) -> lis
 
 
 def _response(number: int, answer: Trajectory) -> Response:
-    ids = np.asarray(answer.prompt_ids, np.int32), np.asarray(answer.response_ids, np.int32)
-    return Response(str(number), number, *ids)
+    prompt_ids = np.asarray(answer.prompt_ids, np.int32)
+    response_ids = np.asarray(answer.response_ids, np.int32)
+    return Response(str(number), number, prompt_ids, response_ids)
 
 
 def train(
@@ -95,8 +96,8 @@ def train(
     sizes = {"micro_batches": 1, "batch_rows": settings.batch_rows}
     config = DrafterConfig(row_tokens=settings.row_tokens, **sizes)
     variant = DrafterTrainingConfig(settings.variant, learning_rate=settings.learning_rate)
-    given = config, variant, LearnedDrafter(start, config.tree), buffer
-    trainer = DrafterTrainer(*given, seed=settings.seed, temperature=1.0)
+    learned = LearnedDrafter(start, config.tree)
+    trainer = DrafterTrainer(config, variant, learned, buffer, seed=settings.seed, temperature=1.0)
     context = trainer.context(ModelRunner(policy[0], dtype=jnp.float32), policy[1])
     for step in range(1, settings.steps + 1):
         trainer.run_steps(1, context)

@@ -163,9 +163,12 @@ class Engine(ModelRunner):
         self.expect(max_requests, max_tokens)
         endings = spec.endings()
         if spec.rule is not None or spec.begun:
-            args = spec.rule, endings, self.stats.cached, num_slots, max_tokens
             cached = CachedPrefixes(
-                *args,
+                spec.rule,
+                endings,
+                self.stats.cached,
+                num_slots,
+                max_tokens,
                 in_chunks=self._verifies_in_chunks(spec, num_slots),
                 price=self._chunk_price(spec),
                 begun_counts=self.stats.begun,
@@ -333,7 +336,9 @@ class Engine(ModelRunner):
     # -- rounds ------------------------------------------------------------
 
     def _round(self, began_s: float, num_programs: int) -> None:
-        ready_s, table, drafts = self.clock(), self._table, None
+        ready_s = self.clock()
+        table = self._table
+        drafts = None
         live = table.live()
         decision = plain(len(table))
         has_room = self._kv_tokens >= UNLIMITED

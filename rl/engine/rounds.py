@@ -177,9 +177,15 @@ class Rounds:
             results, chunks_TX = self._chunks_alone(draws.rows)
             tokens, logprobs, kinds = self._fetched(live, _in_turn, results)
             slots, first = _slot_X(chunks_TX), 0
-        state = table.prompt_tokens_B, table.emitted_B, table.limit_B
         kinds = kinds.copy()
-        kinds[first:] = table.cached.stand(chunks_TX, tokens[first:], kinds[first:], *state)
+        kinds[first:] = table.cached.stand(
+            chunks_TX,
+            tokens[first:],
+            kinds[first:],
+            table.prompt_tokens_B,
+            table.emitted_B,
+            table.limit_B,
+        )
         self.cached_in_chunks = int(np.count_nonzero(kinds[first:]))
         tokens_BN, logprobs_BN, count_B, reused_B = by_slot(
             tokens, logprobs, kinds, slots, len(table)
@@ -190,7 +196,9 @@ class Rounds:
 
     def _chunks_alone(self, rows: Sequence[int]) -> tuple[list[jax.Array], np.ndarray]:
         """Call passes of chunks that draw; return their draws and their chunks."""
-        table, runner, cache = self._table, self._runner, self._rows.cache
+        table = self._table
+        runner = self._runner
+        cache = self._rows.cache
         assert table.cached is not None
         slots, passes = self._device_slots(), self._rows.passes_alone(rows)
         options, calls = runner.prompt_options(self._scheme), []
@@ -198,8 +206,9 @@ class Rounds:
             inputs_2X = table.cached.give_chunks(chunks_TX, table.prompt_tokens_B)
             sizes = len(table), self._rows.num_positions
             runner.record.note("chunks alone", sizes, table, chunks_TX, inputs_2X)
-            tables = runner.argument(chunks_TX), runner.argument(inputs_2X)
-            calls.append(partial(chunks_alone, self.params, cache, slots, *tables, **options))
+            chunks, inputs = runner.argument(chunks_TX), runner.argument(inputs_2X)
+            call = partial(chunks_alone, self.params, cache, slots, chunks, inputs, **options)
+            calls.append(call)
         results = runner.at_once(calls)
         self._called()
         # the cache is written once all have been called that read it

@@ -199,10 +199,11 @@ class SlotCache:
         assert table.cached is not None
         decoding = np.nonzero(table.live_B & table.cached.watched_B & (table.cached.end_B > 0))[0]
         price = table.cached.price
+        may_return = may_return and price is not None and price.has_passes(len(table))
         if price is not None and table.num_prompts_missing > int(table.live_B.sum()):
             if self.ready():
                 return None  # prompts are computed beside rounds, not beside passes
-        if price is not None and len(decoding) and may_return and not self._runner.is_paged:
+        if len(decoding) and may_return and not self._runner.is_paged:
             return self._priced([*rows, *decoding.tolist()], rows)
         if not rows:
             ready = table.live_B.any() or self.ready() or not table.num_busy
@@ -222,8 +223,12 @@ class SlotCache:
         assert table.cached is not None and table.cached.price is not None
         expected_R = table.cached.expected_tokens(rows, table.emitted_B, table.limit_B)
         order = np.argsort(-expected_R, kind="stable")
-        sizes = runner.drawing_chunks(len(table)), runner.beside_chunks
-        chosen = table.cached.price.best_pass(expected_R[order], self._bucket, *sizes)
+        chosen = table.cached.price.best_pass(
+            expected_R[order],
+            self._bucket,
+            alone=runner.drawing_chunks(len(table)),
+            beside=runner.beside_chunks,
+        )
         count = 0 if chosen is None else chosen.num_chunks
         taken = [rows[i] for i in order[:count].tolist()]
         self.decode_instead([row for row in verifying if row not in taken])

@@ -132,26 +132,33 @@ class WorkerActor:
         self, params: Any, sampling: SamplingConfig, reach: Reach, rounds: str | None
     ) -> Measured:
         settings, speculation = self._settings, self._speculation
-        measured, moves = (self.engine, params, sampling, reach), ""
+        engine = self.engine
+        moves = ""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "moves.json")
             if rounds is None:
-                transfer_times.measure(*measured, path)
+                transfer_times.measure(engine, params, sampling, reach, path)
                 moves = path.read_text()
             if reach.speculative or reach.reuse:
                 path = Path(folder, "rounds.json")
                 if rounds:
                     path.write_text(rounds)
                 speculation.times = load_or_measure(
-                    path, *measured, speculation=settings.speculation
+                    path, engine, params, sampling, reach, speculation=settings.speculation
                 )
                 rounds = path.read_text()
             if reach.speculative:
                 assert speculation.times is not None
                 separate = {MODEL: RemoteDrafts(print)} if settings.model_apart else None
-                args = settings.speculation, speculation.times, *measured[:3]
                 compile_buckets.compile_host_kernels(
-                    *args, self._drafters, settings.tuner, separate
+                    settings.speculation,
+                    speculation.times,
+                    engine,
+                    params,
+                    sampling,
+                    self._drafters,
+                    settings.tuner,
+                    separate,
                 )
         return Measured(rounds or "", moves, self.engine.clock())
 

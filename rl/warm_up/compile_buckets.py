@@ -167,9 +167,17 @@ class LongerBuckets:
             placed = pool.params = pool.engine.place(params)
             run_once(pool.engine, self._longer)
             if times is not None:
-                rest = placed, pool.sampling, pool.reach, self.max_positions
-                options: dict[str, Any] = {"speculation": speculation, "processes": processes}
-                round_times.complete(path, times, pool.engine, *rest, **options)
+                round_times.complete(
+                    path,
+                    times,
+                    pool.engine,
+                    placed,
+                    pool.sampling,
+                    pool.reach,
+                    self.max_positions,
+                    speculation=speculation,
+                    processes=processes,
+                )
         pool.params = jax.tree.map(_shape, placed)
         self.done = True
 

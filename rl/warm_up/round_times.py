@@ -69,9 +69,17 @@ def load_or_measure(
     if table is not None:
         return table
     now = [b for b in buckets if max_positions is None or b[2] <= max_positions]
-    options: dict[str, Any] = {"drafters": reach.drafters, "beside": beside, "processes": processes}
-    policy = engine, params, sampling, now
-    times, spread = measure(*policy, draws=reach.reuse, speculation=speculation, **options)
+    times, spread = measure(
+        engine,
+        params,
+        sampling,
+        now,
+        speculation=speculation,
+        drafters=reach.drafters,
+        beside=beside,
+        draws=reach.reuse,
+        processes=processes,
+    )
     if len(now) == len(buckets):
         if processes.is_first:
             _write(path, times, valid_for, shared_folder if spread < BUSY else None, say)
@@ -130,9 +138,16 @@ def complete(
     valid_for = _valid_for(engine, sampling, buckets, reach, 1, speculation)
     if _table_in(path, valid_for, processes) is None:
         rest = [bucket for bucket in buckets if bucket[2] > max_positions]
-        policy = engine, params, sampling, rest
-        options: dict[str, Any] = {"speculation": speculation, "processes": processes}
-        times.put(measure(*policy, draws=reach.reuse, **options)[0])
+        more, _ = measure(
+            engine,
+            params,
+            sampling,
+            rest,
+            speculation=speculation,
+            draws=reach.reuse,
+            processes=processes,
+        )
+        times.put(more)
         if processes.is_first:
             write_rounds(path, times, valid_for)
 

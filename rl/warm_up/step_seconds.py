@@ -68,7 +68,8 @@ def _by_bucket(rounds: Sequence[RoundRecord], times: RoundTimes) -> dict[Bucket,
             continue
         start_s = r.ready_s if r.drafted and not is_apart else r.drafted_s
         bucket = r.num_slots, r.num_nodes, r.num_positions
-        table_s, own_s = times(*bucket), r.seconds_in(times, r.num_nodes)
+        table_s = times(r.num_slots, r.num_nodes, r.num_positions)
+        own_s = r.seconds_in(times, r.num_nodes)
         half_full = table_s / own_s if table_s and own_s else 1.0
         fetches.setdefault(bucket, []).append((count, half_full * (r.ended_s - start_s) / count))
 

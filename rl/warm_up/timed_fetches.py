@@ -124,7 +124,9 @@ class TimedFetches:
         live_part: int = LIVE_PART,
     ) -> None:
         (B, S), config = size, engine.config
-        self._size, self._spec, self._clock = size, spec, engine.clock
+        self._size = size
+        self._spec = spec
+        self._clock = engine.clock
         self._fetch_tokens = max(config.rounds_per_fetch, config.max_nodes) + 1
         # another one: the engine's rows may be in use, and its clock is read for fetches alone
         self._engine = dataclasses.replace(engine, clock=float, lockstep=None)
@@ -165,8 +167,9 @@ class TimedFetches:
         B, S = self._size
         sizes = (B, *self._engine.config.node_sizes(B))
         speculation.times = RoundTimes({(B, M, S): 1.0 for M in sizes})
-        names = list(prompts), list(prompts.values()), last
-        factory = speculation.drafter_factory(*names, group_size=GROUP)
+        factory = speculation.drafter_factory(
+            list(prompts), list(prompts.values()), last, group_size=GROUP
+        )
 
         def drafting(context: DrafterContext) -> Drafting:
             drafter, budget = factory(context)
@@ -176,7 +179,9 @@ class TimedFetches:
         return drafting
 
     def __enter__(self) -> TimedFetches:
-        (B, S), own, sampling = self._size, self._engine, self._spec.sampling
+        B, S = self._size
+        own = self._engine
+        sampling = self._spec.sampling
         ends = len({*own.model.eos_token_ids, *sampling.stop_ids})
         spec = dataclasses.replace(
             self._spec,

@@ -182,11 +182,20 @@ class SuffixForest:
     ) -> None:
         """`follow` the texts (`tokens_BL, rows_F, lengths_F`) by `rule.longest`, then `propose`."""
         tokens_BL, rows_F, lengths_F = texts
-        which = which_F, followers.trees_F, followers.state_FX
-        lengths = _writable(tokens_BL), _integers(rows_F), _integers(lengths_F)
-        limits = tuple(rule), min(rule.context_tokens, self.max_context)
         with self._lock:
-            bad = queries.draft(self._arena, *limits, *which, *lengths, _integers(max_nodes_F), out)
+            bad = queries.draft(
+                self._arena,
+                tuple(rule),
+                min(rule.context_tokens, self.max_context),
+                which_F,
+                followers.trees_F,
+                followers.state_FX,
+                _writable(tokens_BL),
+                _integers(rows_F),
+                _integers(lengths_F),
+                _integers(max_nodes_F),
+                out,
+            )
         assert bad == kernels.NONE, f"follower {which_F[bad]}: it, its tree or its text is missing"
 
     # --- inside; the lock is held ---------------------------------------------------------

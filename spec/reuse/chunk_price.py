@@ -47,6 +47,7 @@ class ChunkPrice:
 
     def __init__(self, times: RoundTimes, chunk_tokens: int) -> None:
         self._times, self.chunk_tokens = times, chunk_tokens
+        self._slots = times.chunk_slots
         self._known: dict[tuple[Pass, int, int], float | None] = {}  # looked up before
         self._plain_s = self._rounds_s = 0.0
         self._token_s: float | None = None  # the value of a token of this rollout's requests
@@ -71,6 +72,10 @@ class ChunkPrice:
         saved_s = played_s(length_N, num_slots, plain_s)
         saved_s -= played_s(length_N - agreeing_N, num_slots, plain_s)
         self._token_s = saved_s / float(agreeing_N.sum())
+
+    def has_passes(self, num_slots: int) -> bool:
+        """Return whether passes of a batch of so many slots are measured."""
+        return num_slots in self._slots
 
     @property
     def gain(self) -> float:
@@ -104,7 +109,9 @@ class ChunkPrice:
         `expected_R` are the tokens that a chunk of each row brings, the largest first; `alone` and
         `beside` the numbers of chunks that passes can have.
         """
-        sums_R, best, best_rate = np.append(0.0, np.cumsum(expected_R)), None, 0.0
+        sums_R = np.append(0.0, np.cumsum(expected_R))
+        best = None
+        best_rate = 0.0
         options = [Pass(n, True) for n in beside]
         for one in [*options, *(Pass(n, False) for n in alone)]:
             seconds = self._seconds(one, at)

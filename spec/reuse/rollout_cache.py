@@ -149,8 +149,14 @@ def decode(blob: bytes, key: str, policy: str = "", vocab_size: int = 2**31) -> 
             Scores(new.view(np.float32), old.view(np.float32), versions)
             for versions, new, old in zip(*scored, strict=True)
         ]
-    fields = header.samples, tokens, header.rewards, scores, header.agreements
-    rows = zip(*fields, strict=bool(header.lengths))
+    rows = zip(
+        header.samples,
+        tokens,
+        header.rewards,
+        scores,
+        header.agreements,
+        strict=bool(header.lengths),
+    )
     responses = tuple(CachedResponse(*row) for row in rows)
     return CachedGroup(prompt_ids, responses, header.taught, header.renewals)
 

@@ -142,3 +142,8 @@ def test_a_pass_also_takes_a_fetch():
     just = 10 * MARGIN * (1.0 + 0.1) / 2
     assert best([1.01 * just] * 2, price=ChunkPrice(slow, 10)) == Pass(2, is_beside=False)
     assert best([0.99 * just] * 2, price=ChunkPrice(slow, 10)) is None
+
+
+def test_a_batch_without_measured_passes_has_none():
+    price = ChunkPrice(TIMES, 10)
+    assert price.has_passes(8) and not price.has_passes(4), "a batch that has shrunk"
