@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import socket
@@ -22,9 +21,8 @@ from models import digests
 from rl.cluster.config import AUTO, ClusterConfig, check
 from rl.cluster.processes import ALONE, Processes, ProcessLost
 from rl.cluster.relay import Relay
-from rl.runtime.run_files import PACKAGES
+from rl.runtime.run_files import code_digest
 
-HERE = Path(__file__).resolve().parents[2]
 MIN_JAX_S = 30  # for jax to start, once all processes have met, and to notice a loss
 POLICY, DRAFT_MODEL = "contents of Policy.directory", "contents of DraftModel.directory"
 NAME = "reprise"
@@ -156,20 +154,11 @@ def program_identity(files: Mapping[str, str]) -> dict[str, str]:
     there = {name: Path(file) for name, file in files.items() if Path(file).exists()}
     contents = {name: digests.combine(digests.digest_policy(path)) for name, path in there.items()}
     return {
-        "code of Reprise": _code_digest(HERE),
+        "code of Reprise": code_digest(),
         **versions,
         "version of Python": f"{sys.version_info.major}.{sys.version_info.minor}",
         **contents,
     }
-
-
-def _code_digest(root: Path) -> str:
-    """Return a digest of the source of our packages."""
-    result = hashlib.sha256()
-    for package in PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
-            result.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
-    return result.hexdigest()[:16]
 
 
 def _initialize(config: ClusterConfig) -> Relay | None:

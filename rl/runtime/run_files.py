@@ -1,7 +1,8 @@
-"""The names of the files and folders in a run folder, and where shipped files are."""
+"""The names of the files and folders in a run folder, and where shipped files and our code are."""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 CONFIG_FILE = "config.gin"  # resolved; a run resumes from it
@@ -37,6 +38,16 @@ OWN_NAMES = (
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = "models", "spec", "sched", "rl"  # of this project, in that folder
+
+
+def code_digest(root: Path = PROJECT_ROOT) -> str:
+    """Return a digest of the source of our packages in a folder."""
+    result = hashlib.sha256()
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            name = path.relative_to(root).as_posix()
+            result.update(f"{name}\0".encode() + path.read_bytes() + b"\0")
+    return result.hexdigest()[:16]
 
 
 def resolve_path(path: str | Path) -> Path:

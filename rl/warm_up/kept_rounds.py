@@ -6,9 +6,7 @@ executed.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import importlib.metadata
 import json
 import os
 import uuid
@@ -19,7 +17,8 @@ from typing import Any
 import jax
 
 from models.folder import Folder
-from rl.runtime.run_files import PACKAGES, PROJECT_ROOT
+from rl.runtime import devices
+from rl.runtime.run_files import code_digest
 from spec.round_times import RoundTimes
 
 MAX_BYTES = 2**20
@@ -87,16 +86,6 @@ def _machine() -> dict[str, Any]:
     return {
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
         "flags": os.environ.get("XLA_FLAGS", ""),
-        "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
-        "code": _code(),
+        "versions": devices.versions(LIBRARIES),
+        "code": code_digest(),
     }
-
-
-@functools.cache
-def _code() -> str:
-    """Return a digest of the source of our packages, as this process has it."""
-    digest = hashlib.sha256()
-    for package in PACKAGES:
-        for path in sorted((PROJECT_ROOT / package).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()

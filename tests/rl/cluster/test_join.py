@@ -10,6 +10,7 @@ import pytest
 from rl.cluster import join
 from rl.cluster.config import ClusterConfig, check
 from rl.cluster.processes import ALONE
+from rl.runtime.run_files import code_digest
 
 
 def test_one_process_joins_nothing() -> None:
@@ -72,9 +73,9 @@ def test_identity_sees_weights_and_code(tmp_path: Path) -> None:
         "contents of Policy.directory"
     ]
     (tmp_path / "models").mkdir()
-    code = [join._code_digest(tmp_path)]
+    code = [code_digest(tmp_path)]
     (tmp_path / "models" / "x.py").write_text("1")
-    assert join._code_digest(tmp_path) != code[0]
+    assert code_digest(tmp_path) != code[0]
 
 
 @pytest.mark.parametrize("name", ["scorers", "history_workers"])
