@@ -50,7 +50,11 @@ def let_the_first_answer(monkeypatch):
     kept = first_programs.Kept
     is_central = lambda config, processes: Partition(processes, is_central=True)  # noqa: E731
     monkeypatch.setattr(run_setup, "_partition", is_central)
-    monkeypatch.setattr(first_programs, "Kept", lambda folder, _, *more: kept(folder, ALONE, *more))
+
+    def kept_alone(*, processes: Processes, **settings):
+        return kept(processes=ALONE, **settings)
+
+    monkeypatch.setattr(first_programs, "Kept", kept_alone)
 
 
 @pytest.fixture(params=["all answer", "process 0 answers"])
