@@ -124,7 +124,28 @@ def _in_order_fwd(way: Way, *given: jax.Array) -> tuple[jax.Array, tuple[jax.Arr
 
 
 def _in_order_bwd(way: Way, given: tuple[jax.Array, ...], dy: jax.Array) -> tuple:
-    return jax.vjp(partial(_input_first, way.dtype), *given)[1](dy)
+    if way.platform != "cpu":
+        return jax.vjp(partial(_input_first, way.dtype), *given)[1](dy)
+    gradients = list[jax.Array]()
+    for x, weight_OI in zip(given[::2], given[1::2], strict=True):
+        gradients += _gradients_of_matrices(x, weight_OI, dy)
+    return tuple(gradients)
+
+
+def _gradients_of_matrices(
+    x: jax.Array, weight_OI: jax.Array, dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return dx = dy · w and dw = dyᵀ · x of y = x · wᵀ.
+
+    Between matrices that exist: XLA's CPU would compute element-wise inputs again while it turns
+    them, on one core.
+    """
+    matrices = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    dy_RO, x_RI = jax.lax.optimization_barrier(matrices)
+    product = partial(jnp.matmul, precision=precision_of(x))
+    dx_RI = product(dy_RO, weight_OI, preferred_element_type=x.dtype)
+    dweight_OI = product(dy_RO.T, x_RI, preferred_element_type=weight_OI.dtype)
+    return dx_RI.reshape(x.shape), dweight_OI
 
 
 _in_order.defvjp(_in_order_fwd, _in_order_bwd)
@@ -286,6 +307,28 @@ def mean_square(x_D: jax.Array) -> jax.Array:
 def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     x, change = (y.astype(jnp.float32) for y in (*primals, *tangents))
     return mean_square(*primals), 2 * jnp.mean(x * change, axis=-1, keepdims=True)
+
+
+@jax.custom_vjp
+def scaled(x: jax.Array, weight_D: jax.Array) -> jax.Array:
+    """Return x · weight, [..., D]."""
+    return x * weight_D
+
+
+def _scaled_bwd(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight_D = kept
+    sums = partial(jnp.sum, axis=tuple(range(x.ndim - 1)))
+    return dy * weight_D, jax.lax.platform_dependent(dy * x, cpu=_sums_by_product, default=sums)
+
+
+def _sums_by_product(terms: jax.Array) -> jax.Array:
+    """Return Σ over all axes but the last: XLA's CPU adds up rows slowly."""
+    terms_RD = terms.reshape(-1, terms.shape[-1])
+    ones_1R = jnp.ones((1, len(terms_RD)), terms_RD.dtype)
+    return jnp.matmul(ones_1R, jax.lax.optimization_barrier(terms_RD), precision="highest")[0]
+
+
+scaled.defvjp(lambda x, weight_D: (x * weight_D, (x, weight_D)), _scaled_bwd)
 
 
 def rope_frequencies(config: ModelConfig) -> jax.Array:

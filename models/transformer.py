@@ -36,7 +36,16 @@ from models.attention import (
 )
 from models.config import Adapted, Layer, LowRank, ModelConfig, Params, ParamSpec, param_specs
 from models.kv_cache import Entries, KVCache
-from models.layers import PRODUCT_AXES, dense, feed_forward, linear, mean_square, rope_turns, rotate
+from models.layers import (
+    PRODUCT_AXES,
+    dense,
+    feed_forward,
+    linear,
+    mean_square,
+    rope_turns,
+    rotate,
+    scaled,
+)
 from models.paged_cache import PagedCache
 from models.row_attention import attend_rows, is_faster
 from models.sharding import constrain
@@ -70,7 +79,7 @@ def rms_norm(x_D: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
     """Return x / √(mean(x²) + eps) · weight over the last axis, computed in float32; [..., D]."""
     x = x_D.astype(jnp.float32)
     x = x * jax.lax.rsqrt(mean_square(x_D) + eps)
-    return (x * weight_D.astype(jnp.float32)).astype(x_D.dtype)
+    return scaled(x, weight_D.astype(jnp.float32)).astype(x_D.dtype)
 
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

@@ -235,6 +235,10 @@ class Drafter(Protocol):
         """Learn the requests' present tokens: called while the device computes, and see above."""
         return
 
+    def catch_up(self, live: LiveSlots) -> None:
+        """Learn the requests' present tokens before `propose` is called, after plain rounds."""
+        self.committed(live)
+
     def finished(self, live: LiveSlots) -> None:
         """Forget these requests, which have ended."""
         return

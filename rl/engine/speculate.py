@@ -138,7 +138,7 @@ class Speculator:
     def _drafts_of(self, live: LiveSlots, max_A: np.ndarray) -> Drafts:
         assert self.drafter is not None, "nobody may draft"
         if self._lags:
-            self.drafter.committed(live)
+            self.drafter.catch_up(live)
         drafts = self.drafter.propose(live, max_A, self._config.max_nodes - 1)
         if len(drafts.count_A) != len(live):
             raise ValueError(

@@ -87,6 +87,10 @@ class DrafterUnion(Drafter):
         for drafter in self._drafters:
             drafter.committed(live)
 
+    def catch_up(self, live: LiveSlots) -> None:
+        for drafter in self._drafters:
+            drafter.catch_up(live)
+
     def finished(self, live: LiveSlots) -> None:
         for drafter in self._drafters:
             drafter.finished(live)

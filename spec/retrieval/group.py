@@ -132,9 +132,19 @@ class GroupDrafter(Drafter):
         return self._followers.propose_by_group(live, self._trees, max_nodes_A, max_nodes)
 
     def committed(self, live: LiveSlots) -> None:
+        self._tell(live)
+        self._hand_over()
+
+    def catch_up(self, live: LiveSlots) -> None:
+        self._tell(live)
+        self.wait()
+        messages, self._messages = self._messages, []
+        self._exchange(messages)  # here: `propose` would wait for the thread
+
+    def _tell(self, live: LiveSlots) -> None:
+        """Gather messages with the new tokens of requests and the groups to follow."""
         self._messages.append(partial(self._register, live.group_ids_A.tolist()))
         self._send(live, self._update_tokens)
-        self._hand_over()
 
     def finished(self, live: LiveSlots) -> None:
         self._send(live, 1)

@@ -12,7 +12,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from models import layers, row_attention
 from models.attention import Packing
-from models.config import Llama3RopeScaling, ModelConfig
+from models.config import Adapted, Llama3RopeScaling, LowRank, ModelConfig
 from models.layers import (
     feed_forward,
     linear,
@@ -20,6 +20,7 @@ from models.layers import (
     rope_frequencies,
     rope_turns,
     rotate,
+    scaled,
     scan_after,
     sum_in_order,
 )
@@ -84,6 +85,40 @@ def random_weights(D, F):
 
 def random_array(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_of_products_are_those_of_the_definition(dtype):
+    x_BTI, weight_OI, dy_BTO = (
+        random_array(seed, *shape).astype(dtype)
+        for seed, shape in enumerate([(2, 40, 32), (48, 32), (2, 40, 48)])
+    )
+    low = LowRank(random_array(5, 16, 32), random_array(6, 48, 16))
+    adapted = Adapted(weight_OI, jax.tree.map(lambda a: a.astype(dtype), low), 0.5)
+    x, w, dy, down, up = (
+        np.asarray(a, np.float64) for a in (x_BTI, weight_OI, dy_BTO, low.down_RI, low.up_OR)
+    )
+    scale = 30 * float(jnp.finfo(dtype).eps)
+
+    def close(got, want):
+        assert got.dtype == dtype
+        np.testing.assert_allclose(np.asarray(got, float), want, atol=scale * np.abs(want).max())
+
+    dx, dw = jax.jit(lambda *given: jax.vjp(linear, *given)[1](dy_BTO))(x_BTI, weight_OI)
+    close(dx, dy @ w)
+    close(dw, np.einsum("bto,bti->oi", dy, x))
+    dx, dadapted = jax.jit(lambda *given: jax.vjp(linear, *given)[1](dy_BTO))(x_BTI, adapted)
+    close(dx, dy @ (w + 0.5 * up @ down))
+    close(dadapted.low.up_OR, np.einsum("bto,bti->oi", dy, 0.5 * x @ down.T))
+
+
+@pytest.mark.parametrize("shape", [(48,), (3, 48), (2, 5, 3, 48)])
+def test_gradients_of_scales_are_those_of_the_definition(shape):
+    x, weight_D, dy = random_array(0, *shape), random_array(1, 48), random_array(2, *shape)
+    dx, dweight_D = jax.jit(lambda *given: jax.vjp(scaled, *given)[1](dy))(x, weight_D)
+    np.testing.assert_array_equal(dx, dy * weight_D)
+    want = (np.asarray(dy, float) * x).reshape(-1, 48).sum(axis=0)
+    np.testing.assert_allclose(dweight_D, want, rtol=1e-5, atol=1e-6)
 
 
 # --- sums ---

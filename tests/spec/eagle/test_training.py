@@ -100,7 +100,7 @@ def test_loss_and_gradient_are_those_of_drafting(variant):
 
 
 @both
-@pytest.mark.parametrize(("setting", "bounds"), [("auto", (0.7, 1)), ("float32", (0, 0.03))])
+@pytest.mark.parametrize(("setting", "bounds"), [("auto", (0.6, 1)), ("float32", (0, 0.03))])
 def test_products_are_in_the_dtype_of_rollouts_and_gradients_in_float32(variant, setting, bounds):
     training, config, params, frozen = made(variant)
     training = dataclasses.replace(training, compute_dtype=setting)
@@ -112,7 +112,8 @@ def test_products_are_in_the_dtype_of_rollouts_and_gradients_in_float32(variant,
     text = gradients.lower(*args, **static).as_text()
     pairs = re.findall(r"dot_general.*: \(tensor<[^>]*x(\w+)>, tensor<[^>]*x(\w+)>\)", text)
     rounded = sum(pair == ("bf16", "bf16") for pair in pairs)
-    # float32: the teacher alone, twice; auto: all but scalars and each entry's own score
+    # float32: the teacher alone, twice; auto: all but scalars, each entry's own score and the sums
+    # of norms' gradients
     low, high = bounds
     assert len(pairs) > 100 and low * len(pairs) < rounded < high * len(pairs)
     grads, _ = jax.eval_shape(partial(gradients, **static), *args)

@@ -98,6 +98,16 @@ def test_a_draft_knows_all_rounds_but_the_last_whatever_the_pace_of_the_thread()
     assert threading.current_thread() not in slow.threads
 
 
+def test_after_plain_rounds_a_draft_knows_them_without_the_thread():
+    text, server = [50, 51, *range(1, 9)], SlowServer([0.01])
+    drafter = GroupDrafter(CHAIN, update_tokens=1, server=server)
+    drafter.committed(live_texts(text[:4]))  # the thread is busy with these
+    drafter.catch_up(live_texts(text[:8]))
+    other = live_texts([50, 51], first_id=3)
+    assert drafts(drafter, other, most=8) == [text[2:8]]
+    assert threading.current_thread() in server.threads and len(server.threads) == 2
+
+
 def test_what_the_thread_raises_is_raised_where_drafts_are_asked_for():
     class Broken(DraftServer):
         def fetch(self, seen):
