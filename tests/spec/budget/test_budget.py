@@ -199,17 +199,17 @@ def test_goodput_learns_from_drafts_that_were_not_verified():
 def test_goodput_asks_less_often_while_plain_decoding_wins():
     budget = Goodput(DEAR)
     dear = live(1), chains([15], 0.1), SIZES, 1, 64
-    assert asked_at(budget, *dear[:2], 1, 800) == [0, 16, 48, 112, 240, 496, 752]
+    assert asked_at(budget, *dear[:2], 1, 800) == [0, 32, 96, 224, 480]
     again = [budget.choose(*dear).num_rounds for _ in range(2)]
-    assert again == [256, 256], "asked for cached responses meanwhile"
+    assert again == [512, 512], "asked for cached responses meanwhile"
     assert choose(budget, live(1), chains([15], 0.9), 1) == 4
-    assert budget.choose(*dear).num_rounds == 16
+    assert budget.choose(*dear).num_rounds == 32
 
 
 def test_goodput_asks_for_no_drafts_while_it_waits():
     budget, one = Goodput(DEAR), live(1)
     start = int(one.total_tokens_A[0])
-    for passed in (-16, 0):  # the last refusal is for 32 rounds
+    for passed in (-32, 0):  # the last refusal is for 64 rounds
         then = dataclasses.replace(one, total_tokens_A=one.total_tokens_A + passed)
         budget.choose(then, chains([15], 0.1), SIZES, 1, 64)
 
@@ -219,7 +219,7 @@ def test_goodput_asks_for_no_drafts_while_it_waits():
         )
         return bool(budget.limits(now, slots).any())
 
-    assert not asked(start + 31) and asked(start + 32)
+    assert not asked(start + 63) and asked(start + 64)
     assert asked(start + 1, slots=2)  # another size of batch
     assert asked(start + 1, request_id=99)  # the request that it waits with has ended
 
@@ -235,15 +235,15 @@ def test_refused_drafts_are_wanted_again_for_a_part_of_the_groups_until_they_pay
 
     assert (budget.limits(at(0), 32) > 0).all()
     assert choose(budget, at(0), chains([15] * 8, 0.1), 32) == 1
-    some_A = budget.limits(at(16), 32) > 0
+    some_A = budget.limits(at(32), 32) > 0
     assert some_A.sum() == 2
-    assert choose(budget, at(16), drafted(some_A, 0.1), 32) == 1
-    others_A = budget.limits(at(48), 32) > 0
+    assert choose(budget, at(32), drafted(some_A, 0.1), 32) == 1
+    others_A = budget.limits(at(96), 32) > 0
     assert others_A.sum() == 2 and not (others_A & some_A).any()
-    found = budget.choose(at(48), drafted(others_A, 0.95), [32 * n for n in SIZES], 32, 64)
+    found = budget.choose(at(96), drafted(others_A, 0.95), [32 * n for n in SIZES], 32, 64)
     assert (found.taken_A, found.num_rounds) == (None, 1), "the others have no drafts yet"
-    assert (budget.limits(at(49), 32) > 0).all()
-    assert choose(budget, at(49), chains([15] * 8, 0.95), 32) > 1
+    assert (budget.limits(at(97), 32) > 0).all()
+    assert choose(budget, at(97), chains([15] * 8, 0.95), 32) > 1
     alone = Goodput(DEAR)
     assert choose(alone, live(1), chains([15], 0.1), 32) == 1
     assert (alone.limits(live(1, first_id=3), 32) > 0).all(), "one group is all there is"
@@ -254,13 +254,27 @@ def test_a_part_of_the_requests_is_judged_by_its_part_of_the_nodes():
     for prob in (0.3, 0.6, 0.9):
         whole, part, requests = Goodput(DEAR), Goodput(DEAR), live(8)
         assert choose(part, requests, chains([15] * 8, 0.1), 32) == 1
-        later = dataclasses.replace(requests, total_tokens_A=requests.total_tokens_A + 16)
+        later = dataclasses.replace(requests, total_tokens_A=requests.total_tokens_A + 32)
         wanted_A = part.limits(later, 32) > 0
         found = part.choose(
             later, chains(np.where(wanted_A, 15, 0), prob), [32 * n for n in SIZES], 32, 64
         )
         pays = choose(whole, requests, chains([15] * 8, prob), 32) > 1
         assert (found.num_rounds == 1) == pays, prob
+
+
+def test_drafts_begin_at_one_speed_and_end_at_a_lower_one():
+    """One draft token of probability p and a round of 1.6 plain ones: (1 + p) / 1.6."""
+    budget = Goodput(RoundTimes({(1, 1, 64): 1.0, (1, 2, 64): 1.6}))
+
+    def drafts_at(prob):
+        return budget.choose(live(1), chains([1], prob), [2], 1, 64).num_nodes == 2
+
+    assert not drafts_at(0.80)  # 1.125
+    assert drafts_at(0.90)  # 1.1875
+    assert drafts_at(0.80)
+    assert not drafts_at(0.70)  # 1.0625
+    assert not drafts_at(0.80)
 
 
 def test_rounds_are_priced_by_the_live_positions_of_their_rows():
