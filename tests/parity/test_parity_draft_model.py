@@ -6,7 +6,7 @@ The draft model of most tests is the policy's first layer: often accepted, often
 import dataclasses
 
 import pytest
-from noted_drafts import Noted, NotedGoodput, share_of_same
+from noted_drafts import Noted, NotedGoodput, drafts_at_any_gain, share_of_same
 from parity_drafters import drafted, origins_if_all_accepted
 from parity_model import (
     HALF_TREES,
@@ -95,9 +95,10 @@ def test_drafts_on_the_device_are_those_that_the_host_would_see(
 
 
 def test_rounds_on_the_device_take_the_best_of_all_trees_under_goodput(
-    golden, rollout, engine, small_params
+    golden, rollout, engine, small_params, monkeypatch
 ):
     """Where a round holds fewer nodes than all trees have."""
+    drafts_at_any_gain(monkeypatch)
     noted, budget = Noted(drafter(engine, small_params, "plain")), NotedGoodput(HALF_TREES)
     assert not differences(golden("plain"), rollout("plain", drafter=noted, budget=budget))
     assert budget.num_unseen > 5

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from noted_drafts import Noted, NotedGoodput, share_of_same
+from noted_drafts import Noted, NotedGoodput, drafts_at_any_gain, share_of_same
 from parity_model import (
     HALF_TREES,
     MODEL,
@@ -118,9 +118,10 @@ def test_drafts_on_the_device_are_those_that_the_host_would_see(golden, rollout,
 
 
 def test_rounds_on_the_device_take_the_best_of_all_trees_under_goodput(
-    golden, rollout, params, keeping
+    golden, rollout, params, keeping, monkeypatch
 ):
     """Where a round holds fewer nodes than all trees have."""
+    drafts_at_any_gain(monkeypatch)
     engine = keeping("eagle")
     context = engine.drafter_context(RolloutSpec(params, SAMPLINGS["plain"], STEP_KEY))
     noted, budget = Noted(learned("eagle").drafter_for(context)), NotedGoodput(HALF_TREES)
