@@ -100,7 +100,7 @@ def test_loss_and_gradient_are_those_of_drafting(variant):
 
 
 @both
-@pytest.mark.parametrize(("setting", "bounds"), [("auto", (0.6, 1)), ("float32", (0, 0.03))])
+@pytest.mark.parametrize(("setting", "bounds"), [("auto", (0.7, 1)), ("float32", (0, 0.03))])
 def test_products_are_in_the_dtype_of_rollouts_and_gradients_in_float32(variant, setting, bounds):
     training, config, params, frozen = made(variant)
     training = dataclasses.replace(training, compute_dtype=setting)
@@ -110,10 +110,11 @@ def test_products_are_in_the_dtype_of_rollouts_and_gradients_in_float32(variant,
     batch = some_batch(config, prompt_tokens=3)
     args, static = (params, frozen, batch, ONE), {"config": config, "training": training}
     text = gradients.lower(*args, **static).as_text()
-    pairs = re.findall(r"dot_general.*: \(tensor<[^>]*x(\w+)>, tensor<[^>]*x(\w+)>\)", text)
+    # a row of ones times a matrix is no product of the policy: it sums a norm's gradient
+    of_matrices = r"dot_general.*: \(tensor<(?!1x\d+xf32>)[^>]*x(\w+)>, tensor<[^>]*x(\w+)>\)"
+    pairs = re.findall(of_matrices, text)
     rounded = sum(pair == ("bf16", "bf16") for pair in pairs)
-    # float32: the teacher alone, twice; auto: all but scalars, each entry's own score and the sums
-    # of norms' gradients
+    # float32: the teacher alone, twice; auto: all but scalars and each entry's own score
     low, high = bounds
     assert len(pairs) > 100 and low * len(pairs) < rounded < high * len(pairs)
     grads, _ = jax.eval_shape(partial(gradients, **static), *args)
