@@ -71,17 +71,17 @@ def as_float(_typing, number):  # type: ignore[no-untyped-def]
     return types.float32(number), code
 
 
-def _dots_tile(queries: int, size_bytes: int) -> Any:
-    """Return a function for numba: `dots` of some queries with a line of positions.
+def _dots_tile(queries: int, lines: int, size_bytes: int) -> Any:
+    """Return a function for numba: `dots` of some queries with some lines of positions.
 
-    It gets the addresses of the queries, of the line in row 0 of b, and of the results, with the
-    lengths of their rows; a line so many positions further on is brought from memory.
+    It gets the addresses of the queries, of the first line in row 0 of b, and of the results, with
+    the lengths of their rows; lines so many positions further on are brought from memory.
     """
 
     def write(
         code: Code, a: Any, h: Any, b: Any, width: Any, out: Any, out_width: Any, fetched: Any
     ) -> None:
-        starts = range(0, LINE, VECTOR_LANES)
+        starts = range(0, lines * LINE, VECTOR_LANES)
         load = code.load if size_bytes == 4 else code.load_halves
 
         def add(j: Any, totals: list) -> list:
@@ -93,7 +93,9 @@ def _dots_tile(queries: int, size_bytes: int) -> Any:
                 for n in range(len(b_N)):
                     i = y * len(b_N) + n
                     totals[i] = code.multiplied(a_j, b_N[n], totals[i])
-            code.fetch(code.place(b, 0, width, code.builder.add(row, fetched), size_bytes))
+            for line in range(lines):
+                ahead = code.builder.add(fetched, code.number(line * LINE))
+                code.fetch(code.place(b, 0, width, code.builder.add(row, ahead), size_bytes))
             return totals
 
         totals = code.sums([code.zero] * (queries * len(starts)), h, 1, add)
@@ -139,27 +141,36 @@ def _mix_tile(rows: int, vectors: int, size_bytes: int) -> Any:
 def _line_dots(size_bytes: int) -> Any:
     """Return a function for numba: `dots` of several queries, line by line of positions.
 
-    It gets addresses, and returns the first position without one.
+    It gets addresses, and returns the first position without one. A product waits for the one
+    before it in its sum: a tile of few queries has two lines, for eight sums at once.
     """
-    dots_4, dots_2, dots_1 = (_dots_tile(queries, size_bytes) for queries in (4, 2, 1))
+    dots_4, dots_2, dots_1 = (_dots_tile(queries, 1, size_bytes) for queries in (4, 2, 1))
+    long_dots_2, long_dots_1 = (_dots_tile(queries, 2, size_bytes) for queries in (2, 1))
 
     @fast
     def lines(a, h, num_queries, b, S, first, end, out, V):  # type: ignore[no-untyped-def]
         s = first
         while s < end and s + LINE <= S:
             y, b_s = 0, b + size_bytes * s
+            is_long = num_queries < 4 and s + LINE < end and s + 2 * LINE <= S
             while y < num_queries:
                 a_y, out_y = a + 4 * y * h, out + 4 * (y * V + s)
                 if y + 4 <= num_queries:
                     dots_4(a_y, h, b_s, S, out_y, V, FETCHED)
                     y += 4
                 elif y + 2 <= num_queries:
-                    dots_2(a_y, h, b_s, S, out_y, V, FETCHED)
+                    if is_long:
+                        long_dots_2(a_y, h, b_s, S, out_y, V, FETCHED)
+                    else:
+                        dots_2(a_y, h, b_s, S, out_y, V, FETCHED)
                     y += 2
                 else:
-                    dots_1(a_y, h, b_s, S, out_y, V, FETCHED)
+                    if is_long:
+                        long_dots_1(a_y, h, b_s, S, out_y, V, FETCHED)
+                    else:
+                        dots_1(a_y, h, b_s, S, out_y, V, FETCHED)
                     y += 1
-            s += LINE
+            s += 2 * LINE if is_long else LINE
         return s
 
     return lines
@@ -238,10 +249,17 @@ def mix_all(weight, by_y, by_s, b, h, out, num_rows, count, size_bytes):  # type
 
 @fast
 def highest(score_V):  # type: ignore[no-untyped-def]
-    top = score_V[0]
-    for s in range(len(score_V)):
-        top = max(top, score_V[s])
-    return top
+    # four at once, as each waits for the one before it
+    quarter = len(score_V) // 4
+    top_0 = top_1 = top_2 = top_3 = score_V[0]
+    for s in range(quarter):
+        top_0 = max(top_0, score_V[s])
+        top_1 = max(top_1, score_V[quarter + s])
+        top_2 = max(top_2, score_V[2 * quarter + s])
+        top_3 = max(top_3, score_V[3 * quarter + s])
+    for s in range(4 * quarter, len(score_V)):
+        top_0 = max(top_0, score_V[s])
+    return max(max(top_0, top_1), max(top_2, top_3))
 
 
 @fast
