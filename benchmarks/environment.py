@@ -66,11 +66,13 @@ def _options(default: Any) -> dict[str, Any]:
 
 
 def record(packages: Sequence[str], hidden: set[str]) -> dict[str, Any]:
-    """Return command, commit, device, versions and date of this process.
+    """Return command, commit, device, instructions of CPU kernels, versions and date.
 
     `uncommitted_changes`: measured files differ from `commit`. The values of `hidden` flags are
     paths of this machine.
     """
+    from models.kernels.cpu_tiles import HAS_WIDE_REGISTERS
+
     spec = sys.modules["__main__"].__spec__
     module = spec.name.removesuffix(".__main__") if spec else "benchmarks"
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", *_MEASURED)
@@ -80,6 +82,7 @@ def record(packages: Sequence[str], hidden: set[str]) -> dict[str, Any]:
         "commit": _git("rev-parse", "HEAD") or None,
         "uncommitted_changes": bool(changed),
         "device": device(),
+        "instructions": "AVX-512" if HAS_WIDE_REGISTERS else "AVX2",
         "versions": versions(packages),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
     }

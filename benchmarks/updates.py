@@ -4,7 +4,8 @@ For the configuration of each of --policies, one micro-batch of its shape, full 
 seconds of the gradient that an update accumulates. Operations are those that
 `benchmarks.gpu.parts.operations` counts, of products with weights and of attention. `peak_share` is
 their median rate over the fastest of a product of two matrices of 1,024 numbers a side, which takes
-turns with the gradient, ten after each.
+turns with the gradient, ten after each. `products_of_ROWS` is that share of a pass's products with
+all weights of so many rows, as rollouts compute them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 
 from benchmarks import environment, workloads
 from benchmarks.gpu.parts import Size, operations, random_responses, timed
+from benchmarks.rounds import products
 from benchmarks.turns import in_turns
 from benchmarks.ways import TINY
 from models.config import ModelConfig
@@ -36,6 +38,7 @@ from rl.learner.micro_batches import MicroBatch, TrainSample
 CONFIGS = {TINY: "configs/tiny_cpu.gin", "downloads/countdown": "configs/countdown_cpu.gin"}
 SIDE = 1024  # of the matrices whose product is the peak
 PEAK_CALLS = 10
+ROWS = (16, 64, 256)
 square = jax.jit(jnp.matmul)
 
 
@@ -95,10 +98,15 @@ def row(config: TrainConfig, model: ModelConfig, folder: Path, turns: int) -> di
         "update": partial(timed, Gradient(params, batch, spec, positions)),
         "peak": partial(fastest, partial(square, matrix, matrix)),
     }
+    for num_rows in ROWS:
+        inputs = jnp.ones((num_rows, 1, model.d_model))
+        kinds[f"products_of_{num_rows}"] = partial(timed, partial(products, model, params, inputs))
     seconds = in_turns(kinds, turns)
     update_s = float(np.median(seconds["update"]))
     rate = needed / update_s
     peak_rate = 2 * SIDE**3 / float(seconds["peak"].min())
+    products_s = {n: float(np.median(seconds[f"products_of_{n}"])) for n in ROWS}
+    num_weights = sum(x.size for x in jax.tree.leaves(params) if x.ndim > 1)
     return {
         "tokens": positions,
         "operations": needed,
@@ -106,6 +114,10 @@ def row(config: TrainConfig, model: ModelConfig, folder: Path, turns: int) -> di
         "gflop_s": round(rate / 1e9, 1),
         "peak_gflop_s": round(peak_rate / 1e9, 1),
         "peak_share": round(rate / peak_rate, 4),
+        **{
+            f"products_of_{n}": round(2 * n * num_weights / products_s[n] / peak_rate, 4)
+            for n in ROWS
+        },
     }
 
 

@@ -13,7 +13,16 @@ from benchmarks.soak.__main__ import is_wrong
 from benchmarks.turns import in_turns
 from spec.page_table import PageTable
 
-RECORD = {"benchmark", "command", "commit", "uncommitted_changes", "device", "versions", "date"}
+RECORD = {
+    "benchmark",
+    "command",
+    "commit",
+    "uncommitted_changes",
+    "device",
+    "instructions",
+    "versions",
+    "date",
+}
 BATCH = "--prompt 4 --new_tokens 4 --cache 8"
 SMALLEST = {
     "rollout": f"--batch 2 --repeats 1 {BATCH}",

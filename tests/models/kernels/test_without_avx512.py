@@ -1,16 +1,15 @@
 """Kernels compiled for AVX2 alone have the bits of those that are compiled for AVX-512."""
 
 import hashlib
-import os
 import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
-import llvmlite.binding
 import numpy as np
 import pytest
 
+from benchmarks import without_avx512
 from models.kernels import products_cpu
 from models.kernels.cpu_tiles import HAS_WIDE_REGISTERS
 
@@ -52,12 +51,9 @@ def digest():
 
 def run_without_avx512(*command):
     """Return the output of a process whose kernels are compiled without AVX-512, with one heap."""
-    features = llvmlite.binding.get_host_cpu_features()
-    for name in features:
-        features[name] &= not name.startswith("avx512")
     run = subprocess.run(
         [sys.executable, *command],
-        env={**os.environ, "NUMBA_CPU_FEATURES": features.flatten(), "MALLOC_ARENA_MAX": "1"},
+        env={**without_avx512.environment(), "MALLOC_ARENA_MAX": "1"},
         capture_output=True,
         text=True,
         check=False,
