@@ -35,8 +35,7 @@ class Speculator:
         self.drafter, budget = drafting
         self._budget = budget or FixedBudget()
         in_time = self.drafter is None or not self.drafter.arrives_later
-        shortest, longest = UNDRAFTED_ROUNDS if in_time else (1, 1)
-        self._undrafted = PlainSpell(RequestIndex(), shortest, longest, ends_with_requests=True)
+        self._undrafted = PlainSpell(RequestIndex(), *(UNDRAFTED_ROUNDS if in_time else (1, 1)))
         self._config, self._stats = config, stats
         self.in_rounds: RoundsDrafter | None = None  # who can draft on the device, as last decided
         self._drafted_A: np.ndarray | None = None  # requests that were drafted for; None: all

@@ -182,14 +182,11 @@ class Backoff:
 class PlainSpell:
     """Rounds of plain decoding, more each time, until the batch changes its slots.
 
-    A spell goes on over requests that join: few slots would never see the end of one. With
-    `ends_with_requests` it ends once all that began it have left.
+    A spell goes on over requests that join: few slots would never see the end of one.
     """
 
-    def __init__(
-        self, index: RequestIndex, shortest: int, longest: int, ends_with_requests: bool = False
-    ) -> None:
-        self._index, self._ends_with_requests = index, ends_with_requests
+    def __init__(self, index: RequestIndex, shortest: int, longest: int) -> None:
+        self._index = index
         self._start_tokens = PerRequest(index, np.inf)  # tokens at the start of the spell
         self._passed_tokens = 0.0  # of a request, as last seen
         self._wait, self._num_slots = Backoff(shortest, longest), 0
@@ -198,13 +195,10 @@ class PlainSpell:
         if num_slots != self._num_slots:
             return False
         start_A = self._start_tokens.get(live)
-        joined_A = np.isinf(start_A)
-        if self._ends_with_requests and joined_A.all():
-            return False
         self._passed_tokens = max(self._passed_tokens, float((live.total_tokens_A - start_A).max()))
-        if not self._ends_with_requests:
-            start_A[joined_A] = live.total_tokens_A[joined_A] - self._passed_tokens
-            self._start_tokens.set(live, start_A)
+        joined_A = np.isinf(start_A)
+        start_A[joined_A] = live.total_tokens_A[joined_A] - self._passed_tokens
+        self._start_tokens.set(live, start_A)
         return self._passed_tokens < self._wait.rounds
 
     def begin(self, live: LiveSlots, num_slots: int) -> DraftDecision:

@@ -7,16 +7,9 @@ import pytest
 from drafts_by_hand import drafts
 
 from spec.budget.aimd import Aimd, next_windows
-from spec.budget.budget import FixedBudget, PlainSpell, best_by_size
+from spec.budget.budget import FixedBudget, best_by_size
 from spec.budget.goodput import Goodput, make_budget
-from spec.drafter import (
-    Acceptance,
-    LiveSlots,
-    RequestIndex,
-    Source,
-    no_drafts,
-    round_acceptance,
-)
+from spec.drafter import Acceptance, LiveSlots, Source, no_drafts, round_acceptance
 from spec.round_times import RoundTimes
 
 
@@ -231,17 +224,6 @@ def test_goodput_asks_for_no_drafts_while_it_waits():
     # a request that takes the slot of one that has ended waits for the 24 rounds that are left
     assert not asked(7, request_id=99) and not asked(7 + 23, request_id=99)
     assert asked(7 + 24, request_id=99)
-
-
-def test_a_spell_may_end_with_the_requests_that_began_it():
-    first = live(1)
-    second = dataclasses.replace(first, request_ids_A=np.array([50]))
-    both = dataclasses.replace(live(2), request_ids_A=np.array([0, 50]))
-    for ends in (True, False):
-        spell = PlainSpell(RequestIndex(), 8, 64, ends_with_requests=ends)
-        spell.begin(first, 4)
-        assert spell.lasts(both, 4)
-        assert spell.lasts(second, 4) == (not ends)
 
 
 def test_refused_drafts_are_wanted_again_for_a_part_of_the_groups_until_they_pay():
