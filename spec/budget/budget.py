@@ -180,26 +180,17 @@ class Backoff:
 
 
 class PlainSpell:
-    """Rounds of plain decoding, more each time, until the batch changes its slots.
-
-    A spell goes on over requests that join: few slots would never see the end of one.
-    """
+    """Rounds of plain decoding, more each time, until the batch changes its slots or ends."""
 
     def __init__(self, index: RequestIndex, shortest: int, longest: int) -> None:
-        self._index = index
         self._start_tokens = PerRequest(index, np.inf)  # tokens at the start of the spell
-        self._passed_tokens = 0.0  # of a request, as last seen
         self._wait, self._num_slots = Backoff(shortest, longest), 0
 
     def lasts(self, live: LiveSlots, num_slots: int) -> bool:
         if num_slots != self._num_slots:
             return False
-        start_A = self._start_tokens.get(live)
-        self._passed_tokens = max(self._passed_tokens, float((live.total_tokens_A - start_A).max()))
-        joined_A = np.isinf(start_A)
-        start_A[joined_A] = live.total_tokens_A[joined_A] - self._passed_tokens
-        self._start_tokens.set(live, start_A)
-        return self._passed_tokens < self._wait.rounds
+        passed_A = live.total_tokens_A - self._start_tokens.get(live)
+        return bool(0 <= passed_A.max() < self._wait.rounds)
 
     def begin(self, live: LiveSlots, num_slots: int) -> DraftDecision:
         """Decide for plain decoding: a longer spell, or the shortest one of a smaller batch."""
@@ -207,8 +198,7 @@ class PlainSpell:
             return plain(num_slots, self._wait.rounds)
         if num_slots < self._num_slots:
             self.end()
-        self._num_slots, self._passed_tokens = num_slots, 0.0
-        self._start_tokens = PerRequest(self._index, np.inf)
+        self._num_slots = num_slots
         self._start_tokens.set(live, live.total_tokens_A)
         return plain(num_slots, self._wait.lengthen())
 
