@@ -85,8 +85,7 @@ class Code:
     def fetch(self, address: Any) -> None:
         """Have a line brought from memory into the core's second cache.
 
-        That cache waits for more lines at once than the first: twice as fast where weights are read
-        for few rows.
+        That cache waits for more lines at once than the first.
         """
         line = self.builder.inttoptr(address, _BYTE)
         self._call(_FETCH, line, *(ir.Constant(INDEX, n) for n in (0, 2, 1)))
