@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import sys
 
-import llvmlite.binding
-
 
 def environment() -> dict[str, str]:
     """Return the variables that leave AVX-512 out of kernels and of XLA's programs."""
+    import llvmlite.binding
+
     features = llvmlite.binding.get_host_cpu_features()
     for name in features:
         features[name] &= not name.startswith("avx512")
