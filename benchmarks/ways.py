@@ -7,9 +7,10 @@
     ahead         tokens that older weights have prefetched, on a device of their own: no seconds
     two_workers   plain, two workers of half the slots each, on the same cores
 
-A way over plain is plain decoding's seconds for a response token over the way's, both in one turn;
-the median of the turns counts. `coupled` and `ahead` have a plain run with their noise (`LIKE`).
-Budgets decide by the seconds that were measured at the start, as in a run's first step. A guarded
+`coupled`, `lenient` and `ahead` draft from the response that they reuse, history, siblings and own
+text. A way over plain is plain decoding's seconds for a response token over the way's, both in one
+turn; the median of the turns counts. `coupled` and `ahead` have a plain run with their noise
+(`LIKE`). Budgets decide by the seconds that were measured at the start, as in a run's first step. A guarded
 way that loses more than 2% is in `lost`. Every size is a process of its own.
 """
 
@@ -134,8 +135,6 @@ class Ways:
 
         from rl.engine.rollout_spec import draft_with
         from spec.budget.goodput import Goodput
-        from spec.budget.union import DrafterUnion
-        from spec.retrieval.history import LastResponseDrafter
         from spec.reuse.prefix_rule import PrefixRule, parse_mode
 
         if way in PLAINS or way == "two_workers":
@@ -145,14 +144,12 @@ class Ways:
             source = "all" if way == "history" else "first_epoch"
             return {"drafts": draft_with(bench.workload.drafters[source]({}), Goodput(times))}
         options: dict[str, Any] = {"times": times, "begun": way == "ahead"}
-        drafter = None
         if way in ("lenient", "coupled"):
             mode = parse_mode("lenient:e^0.5" if way == "lenient" else way)
             log_lenience = math.log(mode.lenience) if mode.lenience else -math.inf
             options["rule"] = PrefixRule(mode, log_lenience, 0, 1)
-        if way != "lenient":
-            last = {r.request_id: text_of(r) for r in self.requests[way]}
-            drafter = DrafterUnion([LastResponseDrafter(last)], ["last"])
+        last = {r.request_id: text_of(r) for r in self.requests[way]}
+        drafter = bench.workload.drafters["all_and_last"](last)
         return {**options, "drafts": draft_with(drafter, Goodput(times))}
 
     def run(self, way: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from spec.budget.union import DrafterUnion
 from spec.config import SamplingConfig
 from spec.drafter import Drafter, Drafts, LiveSlots, no_drafts
 from spec.retrieval.group import GroupDrafter
-from spec.retrieval.history import RULE, HistoryDrafter, build_index
+from spec.retrieval.history import RULE, HistoryDrafter, LastResponseDrafter, build_index
 from spec.retrieval.suffix_drafter import NgramDrafter
 from spec.reuse.rollout_cache import RolloutCache, of_group
 from spec.sampling import step_key
@@ -91,7 +91,10 @@ def tiny(
 def retrieving(
     rows: Sequence[Mapping[str, Any]], past: Sequence[Trajectory], rewards: Sequence[float]
 ) -> dict[str, Callable[[Mapping[int, np.ndarray]], Drafter]]:
-    """Return drafters from text, alone and together, with `past` responses as history."""
+    """Return drafters from text, alone and together, with `past` responses as history.
+
+    "all_and_last" is called with each request's own last response.
+    """
     store = RolloutCache()
     for g, row in enumerate(rows):
         group = [i for i, t in enumerate(past) if t.group_id == g]
@@ -113,6 +116,9 @@ def retrieving(
     return drafters | {
         "first_epoch": union("group", "own"),
         "all": union("history", "group", "own"),
+        "all_and_last": lambda last: DrafterUnion(
+            [LastResponseDrafter(last), *(make() for make in parts.values())]
+        ),
     }
 
 

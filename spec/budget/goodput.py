@@ -87,11 +87,9 @@ class DeviceDraftGate:
                 self._left[name] = self._waits[name].lengthen()
 
 
-# Speeds over plain decoding that drafts have to promise, first and from then on. Rows that accept
-# few draft tokens make the last rounds of a rollout, and prices do not know that.
-BETTER, STILL_BETTER = 1.15, 1.1
+BETTER = 1.03  # of plain decoding's speed, that drafts have to promise before they begin
 DECAY, ALL_DECAY = 0.9, 0.99  # of the acceptance counts of a request, and of all, a round
-REFUSED_ROUNDS = 32, 512  # min and max time until refused drafts are wanted again
+REFUSED_ROUNDS = 16, 256  # min and max time until refused drafts are wanted again
 SAMPLED = 4  # then of one group in so many
 REPEATS = 8  # fetches of rounds that draft on the device, before drafts are looked at again,
 MIN_SHARE = 0.75  # and the share of the requests that have to be there
@@ -106,7 +104,7 @@ class Goodput(Budget):
 
     `spec.budget.budget.best` selects the best. `s_a` is the ratio of accepted to expected draft
     tokens of a request so far, shrunk towards the ratio of all; 1 for cached responses. Drafts
-    begin if they promise `BETTER`, and end below `STILL_BETTER`. While plain decoding wins, drafts
+    begin if they promise `BETTER`, and end when plain decoding promises more. While it does, drafts
     are wanted only after a `PlainSpell`, since they cost the host's time, and then for a `SAMPLED`
     part of the groups, until it would pay for these.
     """
@@ -181,8 +179,7 @@ class Goodput(Budget):
         best, best_rate, taken_A = list(seconds)[s], float(rate_S[s]), taken_SA[s]
         bucket = num_slots, best, num_positions
         self._gate.observe(self._times, live, drafts, taken_A, scale_A, bucket)
-        least_rate = STILL_BETTER if self._speculating else BETTER
-        self._speculating = best > num_slots and best_rate > least_rate
+        self._speculating = best > num_slots and (self._speculating or best_rate > BETTER)
         if not self._speculating:
             self._num_refused += 1
             return self._refused.begin(live, num_slots)

@@ -40,7 +40,7 @@ def goodput(lanes, sizes=(2, 4, 9), **more):
 
 def test_small_batches_draft_far_and_large_ones_not_at_all():
     round_model = goodput([CHAIN])
-    for batch, nodes in ((1, 9), (5, 4), (10, 4), (15, 2), (20, 1), (30, 1)):
+    for batch, nodes in ((1, 9), (5, 4), (10, 4), (20, 2), (30, 1)):
         found = round_model.plan(
             batch, (batch,), 100.0
         )  # a worker of its own: nothing is remembered
@@ -59,8 +59,7 @@ def test_the_choice_is_the_one_that_the_budget_of_an_engine_makes(counts):
     drafts = Drafts(blank, blank, np.array(probs, np.float32), blank, np.full(len(A), 8))
     sizes = [len(A) * n for n in (2, 4, 9)]
     taken_A = Goodput(times).choose(live, drafts, sizes, len(A), 50).taken_A
-    assert (taken_A is None) == (counts == (0, 9)), "plain rounds are the better ones there"
-    taken_A = np.zeros(len(A), int) if taken_A is None else taken_A
+    assert taken_A is not None
     gained = [sum(probs[:n]) for probs, n in zip(probs, taken_A, strict=True)]
     plan = goodput(lanes).plan(0, counts, 50.0).tokens_per_round
     total = sum(n * (tokens - 1) for n, tokens in zip(counts, plan, strict=True))

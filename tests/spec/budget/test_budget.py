@@ -199,17 +199,17 @@ def test_goodput_learns_from_drafts_that_were_not_verified():
 def test_goodput_asks_less_often_while_plain_decoding_wins():
     budget = Goodput(DEAR)
     dear = live(1), chains([15], 0.1), SIZES, 1, 64
-    assert asked_at(budget, *dear[:2], 1, 800) == [0, 32, 96, 224, 480]
+    assert asked_at(budget, *dear[:2], 1, 800) == [0, 16, 48, 112, 240, 496, 752]
     again = [budget.choose(*dear).num_rounds for _ in range(2)]
-    assert again == [512, 512], "asked for cached responses meanwhile"
+    assert again == [256, 256], "asked for cached responses meanwhile"
     assert choose(budget, live(1), chains([15], 0.9), 1) == 4
-    assert budget.choose(*dear).num_rounds == 32
+    assert budget.choose(*dear).num_rounds == 16
 
 
 def test_goodput_asks_for_no_drafts_while_it_waits():
     budget, one = Goodput(DEAR), live(1)
     start = int(one.total_tokens_A[0])
-    for passed in (-32, 0):  # the last refusal is for 64 rounds
+    for passed in (-16, 0):  # the last refusal is for 32 rounds
         then = dataclasses.replace(one, total_tokens_A=one.total_tokens_A + passed)
         budget.choose(then, chains([15], 0.1), SIZES, 1, 64)
 
@@ -219,7 +219,7 @@ def test_goodput_asks_for_no_drafts_while_it_waits():
         )
         return bool(budget.limits(now, slots).any())
 
-    assert not asked(start + 63) and asked(start + 64)
+    assert not asked(start + 31) and asked(start + 32)
     assert asked(start + 1, slots=2)  # another size of batch
     assert asked(start + 1, request_id=99)  # the request that it waits with has ended
 
@@ -270,11 +270,11 @@ def test_drafts_begin_at_one_speed_and_end_at_a_lower_one():
     def drafts_at(prob):
         return budget.choose(live(1), chains([1], prob), [2], 1, 64).num_nodes == 2
 
-    assert not drafts_at(0.80)  # 1.125
-    assert drafts_at(0.90)  # 1.1875
-    assert drafts_at(0.80)
-    assert not drafts_at(0.70)  # 1.0625
-    assert not drafts_at(0.80)
+    assert not drafts_at(0.62)  # 1.0125
+    assert drafts_at(0.70)  # 1.0625
+    assert drafts_at(0.62)
+    assert not drafts_at(0.55)  # 0.97
+    assert not drafts_at(0.62)
 
 
 def test_rounds_are_priced_by_the_live_positions_of_their_rows():
