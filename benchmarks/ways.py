@@ -10,8 +10,8 @@
 `coupled`, `lenient` and `ahead` draft from the response that they reuse, history, siblings and own
 text. A way over plain is plain decoding's seconds for a response token over the way's, both in one
 turn; the median of the turns counts. `coupled` and `ahead` have a plain run with their noise
-(`LIKE`). Budgets decide by the seconds that were measured at the start, as in a run's first step. A guarded
-way that loses more than 2% is in `lost`. Every size is a process of its own.
+(`LIKE`). Budgets decide by the seconds that were measured at the start, as in a run's first step. A
+guarded way that loses more than 2% is in `lost`. Every size is a process of its own.
 """
 
 from __future__ import annotations
