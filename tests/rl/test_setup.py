@@ -24,7 +24,7 @@ from spec.config import SamplingConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 DEFAULT = CONFIGS / "tiny_cpu.gin"
-MOST = {"tiny_cpu": 6, "epochs_tiny": 12, "ahead_tiny": 16, "countdown_cpu": 10}  # of rollouts
+MOST = {"tiny_cpu": 6, "epochs_tiny": 12, "ahead_tiny": 16, "countdown_cpu": 13}  # of rollouts
 MOST_OF_SERVER = 20
 MOST_LONG = 60  # of 256 slots and 18k positions, with the engine's defaults
 

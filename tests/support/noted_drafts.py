@@ -65,4 +65,3 @@ def share_of_same(one, other):
 def drafts_at_any_gain(monkeypatch):
     """Have `Goodput` draft wherever a round promises any more tokens a second than a plain one."""
     monkeypatch.setattr(goodput, "BETTER", 1.0)
-    monkeypatch.setattr(goodput, "STILL_BETTER", 1.0)
