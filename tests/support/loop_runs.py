@@ -104,9 +104,13 @@ def learnt(row):
 
 @contextlib.contextmanager
 def spare_time():
-    """The third rollout of eight responses ends once idle workers have trained the drafter."""
-    spare, score = SpotTrainer.spare, Scorer.__call__
-    num_scored, trained = itertools.count(1), threading.Event()
+    """In the third rollout of eight responses, one worker waits until an idle one has trained.
+
+    The driver gives idle workers their work, so it must not wait itself.
+    """
+    spare, score, step = SpotTrainer.spare, Scorer.__call__, Engine.step
+    scored, trained = itertools.count(1), threading.Event()
+    begun, waiting = threading.Event(), list[Engine]()
 
     def noted(self, *args):
         worked = spare(self, *args)
@@ -114,14 +118,22 @@ def spare_time():
             trained.set()
         return worked
 
-    def scored(self, t):
+    def counted(self, t):
         score(self, t)
-        if next(num_scored) == 3 * 8:
-            assert trained.wait(120)
+        if next(scored) == 2 * 8:
+            begun.set()
+
+    def stepped(self):
+        if begun.is_set() and self.has_work:
+            waiting.append(self)
+            if self is waiting[0]:
+                assert trained.wait(120)
+        return step(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SpotTrainer, "spare", noted)
-        patch.setattr(Scorer, "__call__", scored)
+        patch.setattr(Scorer, "__call__", counted)
+        patch.setattr(Engine, "step", stepped)
         yield
 
 
