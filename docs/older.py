@@ -2,15 +2,17 @@
 
 A result has the commit that it was measured at, and docs/results.toml the paths of the code that
 each command measures. A path has changed if one of its files has; of Python files, comments,
-docstrings and layout do not count. The file keeps what git has last said, for copies without git.
+docstrings and layout do not count, of .gin files comments. The file keeps what git has last said, for copies without git.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import io
 import json
 import subprocess
+import tokenize
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -77,10 +79,11 @@ def has_changed(commit: str, path: str) -> bool:
 @functools.cache
 def file_has_changed(commit: str, file: str) -> bool:
     """Return whether a file that differs from a commit's differs in more than comments."""
-    if not file.endswith(".py") or not (ROOT / file).is_file():
+    reads = READS.get(Path(file).suffix)
+    if reads is None or not (ROOT / file).is_file():
         return True
     before, now = _git("show", f"{commit}:{file}"), (ROOT / file).read_text(encoding="utf-8")
-    return code_of(before) != code_of(now)
+    return reads(before) != reads(now)
 
 
 def code_of(text: str) -> str:
@@ -91,6 +94,16 @@ def code_of(text: str) -> str:
             if ast.get_docstring(node, clean=False) is not None:
                 node.body = node.body[1:]
     return ast.dump(tree)
+
+
+def settings_of(text: str) -> str:
+    """Return a .gin file's tokens without comments and empty lines."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    skipped = tokenize.COMMENT, tokenize.NL
+    return repr([token.string for token in tokens if token.type not in skipped])
+
+
+READS = {".py": code_of, ".gin": settings_of}
 
 
 def _git(*arguments: str, must_work: bool = False) -> str:

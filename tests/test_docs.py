@@ -179,7 +179,7 @@ def test_code_has_changed_unless_only_comments_have(tmp_path, monkeypatch):
         )
         return done.stdout.strip()
 
-    def changed(text):
+    def changed(text, file):
         file.write_text(text)
         older.has_changed.cache_clear()
         older.file_has_changed.cache_clear()
@@ -189,14 +189,19 @@ def test_code_has_changed_unless_only_comments_have(tmp_path, monkeypatch):
     file = tmp_path / "room" / "a.py"
     file.parent.mkdir()
     file.write_text('"""A."""\n\n\ndef f():\n    """F."""\n    return 1\n')
+    settings = file.with_name("a.gin")
+    settings.write_text("# A\nRun.steps = 1\n")
     assert older.no_git() == "this copy is not a git repository"
     git("init", "--quiet")
     git("add", ".")
     git("commit", "--quiet", "--message=x")
     commit = git("rev-parse", "HEAD")
     assert older.no_git() == ""
-    assert not changed('"""B."""\ndef f():  # one\n    """G."""\n    return (1)\n')
-    assert changed('"""A."""\n\n\ndef f():\n    """F."""\n    return 2\n')
+    assert not changed("# B\n\nRun.steps = 1  # one\n", settings)
+    assert not changed('"""B."""\ndef f():  # one\n    """G."""\n    return (1)\n', file)
+    assert changed("# A\nRun.steps = 2\n", settings)
+    settings.write_text("# A\nRun.steps = 1\n")
+    assert changed('"""A."""\n\n\ndef f():\n    """F."""\n    return 2\n', file)
     assert older.has_changed("0" * 40, "room") and not older.has_changed(commit, "other")
     file.unlink()
     older.has_changed.cache_clear()
