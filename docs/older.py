@@ -2,7 +2,8 @@
 
 A result has the commit that it was measured at, and docs/results.toml the paths of the code that
 each command measures. A path has changed if one of its files has; of Python files, comments,
-docstrings and layout do not count, of .gin files comments. The file keeps what git has last said, for copies without git.
+docstrings and layout do not count, of .gin files comments. The file keeps what git has last said,
+for copies without git.
 """
 
 from __future__ import annotations
