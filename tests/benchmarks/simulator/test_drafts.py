@@ -40,7 +40,7 @@ def goodput(lanes, sizes=(2, 4, 9), **more):
 
 def test_small_batches_draft_far_and_large_ones_not_at_all():
     round_model = goodput([CHAIN])
-    for batch, nodes in ((1, 9), (5, 4), (10, 4), (20, 2), (30, 1)):
+    for batch, nodes in ((1, 9), (5, 4), (10, 4), (15, 2), (20, 2), (30, 1)):
         found = round_model.plan(
             batch, (batch,), 100.0
         )  # a worker of its own: nothing is remembered
