@@ -80,7 +80,9 @@ class Run:
     def draws(self) -> tuple[Any, ...]:
         """The settings of its noise and of the distribution, which its baseline shares."""
         config = self.config
-        return config.run.seed, config.sampling, config.reuse.couples_noise
+        reuse = config.reuse
+        noise = (reuse.fresh_share, reuse.renew_groups) if reuse.couples_noise else None
+        return config.run.seed, config.sampling, noise
 
     @property
     def epoch_steps(self) -> int:
