@@ -44,13 +44,13 @@ import numpy as np
 
 from benchmarks import environment
 from benchmarks.simulator.steps import AheadSimulation, BegunDrafts, StepSimulation
-from rl.metrics.writer import read_metrics, read_samples, step_rows
-from sched.policies.divided import make_scheduler
-from sched.policies.steps import Ahead, StepOrder
-from sched.request import RequestSpec
-from sched.simulator.cluster import Cluster, WorkerSample
-from sched.simulator.roofline import ACCELERATORS, MODELS, Efficiency, Instance
-from sched.simulator.workloads import Workload, draw_epochs
+from reprise.rl.metrics.writer import read_metrics, read_samples, step_rows
+from reprise.sched.policies.divided import make_scheduler
+from reprise.sched.policies.steps import Ahead, StepOrder
+from reprise.sched.request import RequestSpec
+from reprise.sched.simulator.cluster import Cluster, WorkerSample
+from reprise.sched.simulator.roofline import ACCELERATORS, MODELS, Efficiency, Instance
+from reprise.sched.simulator.workloads import Workload, draw_epochs
 
 CONFIG = environment.ROOT / "configs" / "tiny_cpu.gin"
 ALL = (

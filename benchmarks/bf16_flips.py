@@ -23,17 +23,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import environment, workloads
-from models import kv_cache, transformer
-from models.config import ModelConfig
-from models.transformer import Params
-from rl.engine.config import EngineConfig
-from rl.engine.engine import Engine
-from rl.rollout import generate
-from rl.trajectory import Request, Trajectory
-from spec import sampling
-from spec.budget.budget import FixedBudget
-from spec.config import DRAWS, SamplingConfig
-from spec.sampling import step_key
+from reprise.models import kv_cache, transformer
+from reprise.models.config import ModelConfig
+from reprise.models.transformer import Params
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.engine import Engine
+from reprise.rl.rollout import generate
+from reprise.rl.trajectory import Request, Trajectory
+from reprise.spec import sampling
+from reprise.spec.budget.budget import FixedBudget
+from reprise.spec.config import DRAWS, SamplingConfig
+from reprise.spec.sampling import step_key
 
 DTYPES = ("float32", "bfloat16")
 NODES = (1, 8)

@@ -31,10 +31,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import environment, hlo
-from models.config import MeshConfig, ModelConfig
-from rl.engine.config import EngineConfig
-from rl.preflight.targets import devices_of, parse_target, prepare
-from spec.config import SamplingConfig
+from reprise.models.config import MeshConfig, ModelConfig
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.preflight.targets import devices_of, parse_target, prepare
+from reprise.spec.config import SamplingConfig
 
 SLOTS, NODES, POSITIONS, PROMPT, LAYERS = 64, 512, 16384, 1024, 36
 QWEN3 = ModelConfig(
@@ -75,11 +75,11 @@ def round_programs(
     import jax
     import jax.numpy as jnp
 
-    from models import transformer
-    from models.sharding import rollout_mesh
-    from rl.engine.engine import Engine
-    from rl.warm_up.compile_buckets import lowered
-    from rl.warm_up.rollout_programs import Pool, Reach
+    from reprise.models import transformer
+    from reprise.models.sharding import rollout_mesh
+    from reprise.rl.engine.engine import Engine
+    from reprise.rl.warm_up.compile_buckets import lowered
+    from reprise.rl.warm_up.rollout_programs import Pool, Reach
 
     mesh = rollout_mesh(devices_of(target), model.num_kv_heads)
     engine = Engine(model, CONFIG, mesh=mesh, dtype=jnp.bfloat16)
@@ -156,11 +156,11 @@ def gradient_step(layers: int, row_tokens: int, remat: str, devices: Any) -> Any
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from models.config import param_specs
-    from models.layout import RULES
-    from models.sharding import fitting_sharding, make_mesh
-    from rl.learner import gradient_accumulation, micro_batches, trainer
-    from rl.learner.config import TrainerConfig, TrainSpec
+    from reprise.models.config import param_specs
+    from reprise.models.layout import RULES
+    from reprise.models.sharding import fitting_sharding, make_mesh
+    from reprise.rl.learner import gradient_accumulation, micro_batches, trainer
+    from reprise.rl.learner.config import TrainerConfig, TrainSpec
 
     model = dataclasses.replace(QWEN3, num_layers=layers)
     mesh = make_mesh(MeshConfig(fsdp=len(devices)), devices)
@@ -198,7 +198,7 @@ def preflights(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def auto(arguments: argparse.Namespace) -> dict[str, Any]:
-    from rl.config import SIZES
+    from reprise.rl.config import SIZES
 
     name, flags = "qwen3_8b_8xh100", [f"--gin.{size}='auto'" for size in SIZES]
     return {"kind": "compiled", "auto": {name: preflight(name, *flags)}}

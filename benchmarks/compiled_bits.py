@@ -30,8 +30,8 @@ import sys
 from typing import Any
 
 from benchmarks import compiled, environment, hlo
-from models import sum_in_order_on_accelerators
-from rl.preflight.targets import devices_of, parse_target, prepare
+from reprise.models import sum_in_order_on_accelerators
+from reprise.rl.preflight.targets import devices_of, parse_target, prepare
 
 GPUS, TPUS = ("h100:1x1x1", "h100:1x1x8"), ("v5p:2x2x1",)
 ROW_TOKENS = 16384
@@ -81,7 +81,7 @@ def one(target_name: str, mode: str, layers: int) -> dict[str, Any]:
         sum_in_order_on_accelerators()
     figures, positions = gpu_figures, compiled.POSITIONS
     if target_name in TPUS:
-        from models import layers as arithmetic
+        from reprise.models import layers as arithmetic
 
         figures, positions = tpu_figures, TPU_POSITIONS
         arithmetic.LONG_ROW_TOKENS = 2 * ROW_TOKENS  # of a loop

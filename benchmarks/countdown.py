@@ -24,18 +24,18 @@ import numpy as np
 from benchmarks import environment, workloads
 from benchmarks.speculation import Bench, end_seconds, last_tenth, open_bench, tail_figures
 from benchmarks.turns import WARM_TURNS, in_turns
-from models import tokenizer
-from rl.config import TrainConfig
-from rl.engine.stats import RoundRecord, host_seconds
-from rl.gin.loader import load
-from rl.metrics.writer import Row, read_metrics, read_samples, step_rows
-from rl.rollout import generate
-from rl.runtime.run_files import CONFIG_FILE, METRICS_FILE
-from spec.budget.budget import Budget, DraftDecision, Sizes
-from spec.budget.goodput import Goodput
-from spec.drafter import Acceptance, Drafts, LiveSlots
-from spec.round_times import RoundTimes
-from spec.sampling import step_key
+from reprise.models import tokenizer
+from reprise.rl.config import TrainConfig
+from reprise.rl.engine.stats import RoundRecord, host_seconds
+from reprise.rl.gin.loader import load
+from reprise.rl.metrics.writer import Row, read_metrics, read_samples, step_rows
+from reprise.rl.rollout import generate
+from reprise.rl.runtime.run_files import CONFIG_FILE, METRICS_FILE
+from reprise.spec.budget.budget import Budget, DraftDecision, Sizes
+from reprise.spec.budget.goodput import Goodput
+from reprise.spec.drafter import Acceptance, Drafts, LiveSlots
+from reprise.spec.round_times import RoundTimes
+from reprise.spec.sampling import step_key
 
 PLAIN = "plain"
 CONFIG = environment.ROOT / "configs" / "countdown_cpu.gin"

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.config import MeshConfig
-from models.layout import logits_axes
-from models.sharding import constrain, make_mesh, replicated, sizes_in_use
-from spec import sampling
-from spec.sampling import Processing
+from reprise.models.config import MeshConfig
+from reprise.models.layout import logits_axes
+from reprise.models.sharding import constrain, make_mesh, replicated, sizes_in_use
+from reprise.spec import sampling
+from reprise.spec.sampling import Processing
 
 MESHES = {
     "one device": None,

@@ -19,33 +19,33 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import environment
-from models import hf
-from models.transformer import Params
-from rl.config import TrainConfig
-from rl.drafter_training.spot_trainer import Span, SpotTrainer
-from rl.drafter_training.trainer import BufferSink, DrafterTrainer
-from rl.engine.config import EngineConfig
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RolloutSpec, draft_with
-from rl.gin.loader import load
-from rl.inputs import Inputs, open_inputs
-from rl.learner import trainer
-from rl.learner.optimizer import TrainState
-from rl.metrics.writer import Timings
-from rl.rollouts import prompts_at
-from rl.run_checkpoint import RunPosition
-from rl.speculation.device_drafters import LearnedDrafter
-from rl.step import train_step
-from rl.system import System
-from rl.trajectory import Request
-from rl.workers.config import SchedConfig
-from rl.workers.multi_engine import MultiEngine
-from spec.config import SamplingConfig
-from spec.eagle import model as eagle
-from spec.eagle.config import TreeConfig
-from spec.eagle.model import EagleParams, EagleWeights
-from spec.eagle.training_data import DataBuffer
-from spec.sampling import step_key
+from reprise.models import hf
+from reprise.models.transformer import Params
+from reprise.rl.config import TrainConfig
+from reprise.rl.drafter_training.spot_trainer import Span, SpotTrainer
+from reprise.rl.drafter_training.trainer import BufferSink, DrafterTrainer
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
+from reprise.rl.gin.loader import load
+from reprise.rl.inputs import Inputs, open_inputs
+from reprise.rl.learner import trainer
+from reprise.rl.learner.optimizer import TrainState
+from reprise.rl.metrics.writer import Timings
+from reprise.rl.rollouts import prompts_at
+from reprise.rl.run_checkpoint import RunPosition
+from reprise.rl.speculation.device_drafters import LearnedDrafter
+from reprise.rl.step import train_step
+from reprise.rl.system import System
+from reprise.rl.trajectory import Request
+from reprise.rl.workers.config import SchedConfig
+from reprise.rl.workers.multi_engine import MultiEngine
+from reprise.spec.config import SamplingConfig
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle.config import TreeConfig
+from reprise.spec.eagle.model import EagleParams, EagleWeights
+from reprise.spec.eagle.training_data import DataBuffer
+from reprise.spec.sampling import step_key
 from tests.support import tiny_run
 
 CONFIG = environment.ROOT / "configs/tiny_cpu.gin"

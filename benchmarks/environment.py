@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl.runtime.devices import device, versions
+from reprise.rl.runtime.devices import device, versions
 
 ROOT = Path(__file__).parents[1]
 JAX = ("jax", "jaxlib", "numpy")
@@ -71,7 +71,7 @@ def record(packages: Sequence[str], hidden: set[str]) -> dict[str, Any]:
     `uncommitted_changes`: measured files differ from `commit`. The values of `hidden` flags are
     paths of this machine.
     """
-    from models.kernels.cpu_tiles import HAS_WIDE_REGISTERS
+    from reprise.models.kernels.cpu_tiles import HAS_WIDE_REGISTERS
 
     spec = sys.modules["__main__"].__spec__
     module = spec.name.removesuffix(".__main__") if spec else "benchmarks"

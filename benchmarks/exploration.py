@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks import environment
-from rl.learner.advantages import group_advantages
-from rl.speculation.config import ReuseConfig
-from rl.speculation.reuse import Reuse
-from rl.trajectory import FinishReason, Origin, Request, Trajectory
-from spec.reuse.rollout_cache import RolloutCache
-from spec.sampling import NOISE_NAMES
+from reprise.rl.learner.advantages import group_advantages
+from reprise.rl.speculation.config import ReuseConfig
+from reprise.rl.speculation.reuse import Reuse
+from reprise.rl.trajectory import FinishReason, Origin, Request, Trajectory
+from reprise.spec.reuse.rollout_cache import RolloutCache
+from reprise.spec.sampling import NOISE_NAMES
 
 ANSWERS = 50
 GROUP = 8

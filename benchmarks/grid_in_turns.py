@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import ROOT, progress
-from rl.ablate import Cell, cells
-from rl.gin.loader import dump
+from reprise.rl.ablate import Cell, cells
+from reprise.rl.gin.loader import dump
 
 TRAIN = "--train"  # a run on command: for this program's children
 
@@ -67,9 +67,9 @@ class Run:
 
 def train(config: str) -> int:
     """Train; every step waits for a line, after one that announces it."""
-    from rl import loop
-    from rl import train as command
-    from rl.runtime.signals import Stopped
+    from reprise.rl import loop
+    from reprise.rl import train as command
+    from reprise.rl.runtime.signals import Stopped
 
     answers, train_step = os.fdopen(os.dup(1), "w", buffering=1), loop.train_step
     os.dup2(2, 1)

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import environment
-from models import hf, transformer
-from models import tokenizer as our_tokenizer
+from reprise.models import hf, transformer
+from reprise.models import tokenizer as our_tokenizer
 
 GOLDENS = runpy.run_path(str(environment.ROOT / "tests" / "golden" / "make_goldens.py"))
 CHATS = runpy.run_path(str(environment.ROOT / "tests" / "golden" / "chat_cases.py"))

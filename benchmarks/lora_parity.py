@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import environment
-from models import hf, lora, peft_files, transformer
-from models.config import (
+from reprise.models import hf, lora, peft_files, transformer
+from reprise.models.config import (
     LORA_TARGETS,
     LoraShape,
     ModelConfig,

@@ -20,16 +20,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import kv_cache, paged_cache, transformer
-from models.attention import Chunks
-from models.config import ModelConfig
-from models.kv_cache import Pending
-from models.row_attention import segment_tokens
-from models.transformer import Params
-from rl import packing
-from spec import nodes as packed_nodes
-from spec import sampling
-from spec.config import DRAWS
+from reprise.models import kv_cache, paged_cache, transformer
+from reprise.models.attention import Chunks
+from reprise.models.config import ModelConfig
+from reprise.models.kv_cache import Pending
+from reprise.models.row_attention import segment_tokens
+from reprise.models.transformer import Params
+from reprise.rl import packing
+from reprise.spec import nodes as packed_nodes
+from reprise.spec import sampling
+from reprise.spec.config import DRAWS
 
 COUNTS = (*(f"tokens_{draw}" for draw in DRAWS), "logprobs", "hidden", "logits")
 TOP_K, TOP_P = 20, 0.9

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rl.engine.stats import EngineStats, RoundRecord
-from sched.simulator.roofline import ACCELERATORS, MODELS, Efficiency, Instance
-from spec.round_times import RoundTimes
+from reprise.rl.engine.stats import EngineStats, RoundRecord
+from reprise.sched.simulator.roofline import ACCELERATORS, MODELS, Efficiency, Instance
+from reprise.spec.round_times import RoundTimes
 
 PRICED = Efficiency(0.7, 0.7, 100e-6)  # of published results
 PRICED_8B = Instance(ACCELERATORS["H100"], MODELS["Qwen3-8B"], efficiency=PRICED)

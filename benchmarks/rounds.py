@@ -24,16 +24,16 @@ from benchmarks import environment
 from benchmarks.baselines.reprise import model_config
 from benchmarks.shape import Shape
 from benchmarks.turns import in_turns
-from models import hf, transformer
-from models.config import ModelConfig
-from models.layers import rope_turns
-from models.transformer import Params
-from rl.engine.config import EngineConfig
-from rl.engine.engine import Engine
-from spec import sampling
-from spec.drafter import Drafts, no_drafts
-from spec.nodes import by_slot, pack, unpack_draws
-from spec.verify import Slots, decode_rounds, verify_round
+from reprise.models import hf, transformer
+from reprise.models.config import ModelConfig
+from reprise.models.layers import rope_turns
+from reprise.models.transformer import Params
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.engine import Engine
+from reprise.spec import sampling
+from reprise.spec.drafter import Drafts, no_drafts
+from reprise.spec.nodes import by_slot, pack, unpack_draws
+from reprise.spec.verify import Slots, decode_rounds, verify_round
 
 ROUNDS = 8  # of a call of plain ones
 MAX_NODES = 32  # of a slot

@@ -39,9 +39,9 @@ import numpy as np
 
 from benchmarks import environment
 from benchmarks.turns import WARM_TURNS, in_turns
-from rl import api
-from rl.stream import SampleRequest, Stream
-from spec.config import SamplingConfig
+from reprise.rl import api
+from reprise.rl.stream import SampleRequest, Stream
+from reprise.spec.config import SamplingConfig
 
 QUESTION = "State the final answer to the following arithmetic problem: {} + {} =\n"
 RANK = "Policy.lora_rank=32"

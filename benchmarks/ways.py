@@ -56,8 +56,8 @@ class Ways:
     ) -> dict[str, Any]:
         """Warm up an engine, measure its rounds, draw what is reused; 0: the policy's sizes."""
         from benchmarks import speculation
-        from rl.workers.config import SchedConfig
-        from rl.workers.multi_engine import MultiEngine, make_engines
+        from reprise.rl.workers.config import SchedConfig
+        from reprise.rl.workers.multi_engine import MultiEngine, make_engines
 
         workload, config = work_of(policy, prompts, group_size, slots)
         self.bench = bench = speculation.open_bench(workload, config, reuse=True)
@@ -76,7 +76,7 @@ class Ways:
     def _with_history(self, work: Any, older: Any) -> Any:
         """Return the workload with drafters, whose history older weights have drawn."""
         from benchmarks import workloads
-        from spec.sampling import step_key
+        from reprise.spec.sampling import step_key
 
         spec = dataclasses.replace(self._spec("plain", key=step_key(0, 1000)), params=older)
         past = self.bench.engine.run(spec, work.requests)
@@ -116,8 +116,8 @@ class Ways:
         self.requests[way] = tuple(reusing(way, request, t) for request, t in pairs)
 
     def _spec(self, way: str, **options: Any) -> Any:
-        from rl.engine.rollout_spec import RolloutSpec
-        from spec.sampling import step_key
+        from reprise.rl.engine.rollout_spec import RolloutSpec
+        from reprise.spec.sampling import step_key
 
         work = self.bench.workload
         is_coupled = LIKE.get(way, way) == "plain_coupled"
@@ -133,9 +133,9 @@ class Ways:
         """Return drafters, budget and rule of a way, as a run's settings make them."""
         import math
 
-        from rl.engine.rollout_spec import draft_with
-        from spec.budget.goodput import Goodput
-        from spec.reuse.prefix_rule import PrefixRule, parse_mode
+        from reprise.rl.engine.rollout_spec import draft_with
+        from reprise.spec.budget.goodput import Goodput
+        from reprise.spec.reuse.prefix_rule import PrefixRule, parse_mode
 
         if way in PLAINS or way == "two_workers":
             return {}
@@ -196,7 +196,7 @@ def share_kept(now: Sequence[Any], older: Sequence[Any]) -> float:
 
 def reusing(way: str, request: Any, older: Any) -> Any:
     """Return a request that a way answers from a response that older weights have drawn."""
-    from spec.reuse.rollout_cache import CachedResponse, Scores
+    from reprise.spec.reuse.rollout_cache import CachedResponse, Scores
 
     if way == "ahead":
         return dataclasses.replace(request, begun=tuple(older.response_ids.tolist()))
@@ -218,12 +218,12 @@ def work_of(policy: str, prompts: int, group_size: int, slots: int) -> tuple[Any
     That of policies/tiny has been the same since the first checkout that `before_after` measures.
     """
     from benchmarks import workloads
-    from rl.config import TrainConfig
-    from rl.data.prompts import encode_prompt
-    from rl.data.tasks import open_tasks
-    from rl.engine.config import EngineConfig
-    from rl.gin.loader import load
-    from rl.inputs import open_policy
+    from reprise.rl.config import TrainConfig
+    from reprise.rl.data.prompts import encode_prompt
+    from reprise.rl.data.tasks import open_tasks
+    from reprise.rl.engine.config import EngineConfig
+    from reprise.rl.gin.loader import load
+    from reprise.rl.inputs import open_policy
 
     if policy == TINY:
         prefill = {"prefill_rows": 8, "prefill_chunk_tokens": 32}

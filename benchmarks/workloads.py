@@ -15,18 +15,18 @@ import jax
 import numpy as np
 
 from benchmarks.environment import ROOT
-from models import hf, transformer
-from models.config import ModelConfig
-from rl.rollout import generate
-from rl.trajectory import Request, Trajectory
-from spec.budget.union import DrafterUnion
-from spec.config import SamplingConfig
-from spec.drafter import Drafter, Drafts, LiveSlots, no_drafts
-from spec.retrieval.group import GroupDrafter
-from spec.retrieval.history import RULE, HistoryDrafter, LastResponseDrafter, build_index
-from spec.retrieval.suffix_drafter import NgramDrafter
-from spec.reuse.rollout_cache import RolloutCache, of_group
-from spec.sampling import step_key
+from reprise.models import hf, transformer
+from reprise.models.config import ModelConfig
+from reprise.rl.rollout import generate
+from reprise.rl.trajectory import Request, Trajectory
+from reprise.spec.budget.union import DrafterUnion
+from reprise.spec.config import SamplingConfig
+from reprise.spec.drafter import Drafter, Drafts, LiveSlots, no_drafts
+from reprise.spec.retrieval.group import GroupDrafter
+from reprise.spec.retrieval.history import RULE, HistoryDrafter, LastResponseDrafter, build_index
+from reprise.spec.retrieval.suffix_drafter import NgramDrafter
+from reprise.spec.reuse.rollout_cache import RolloutCache, of_group
+from reprise.spec.sampling import step_key
 
 PROMPTS = ROOT / "benchmarks" / "data" / "tiny_prompts.json"
 BASE_POLICY = ROOT / "policies" / "tiny"

@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from models.kernels import LOG2_E, NEGATIVE, power_of_two
-from models.layout import causal_block_tokens
+from reprise.models.kernels import LOG2_E, NEGATIVE, power_of_two
+from reprise.models.layout import causal_block_tokens
 
 
 @jax.tree_util.register_dataclass

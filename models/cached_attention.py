@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from models.attention import After, Portable
-from models.layout import CACHE_AXES, entry_names, entry_ways
-from models.sharding import fitting_spec, platform_in_use
+from reprise.models.attention import After, Portable
+from reprise.models.layout import CACHE_AXES, entry_names, entry_ways
+from reprise.models.sharding import fitting_spec, platform_in_use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +70,13 @@ def is_in_order(dtype: Any, values: jax.Array, is_paged: bool) -> str | None:
     """
     (*_, num_positions, head_dim), dtypes = values.shape, (dtype, values.dtype)
     if (platform := platform_in_use()) == "cpu":
-        from models.kernels import cached_rows_cpu  # numba: half a second to import
+        from reprise.models.kernels import cached_rows_cpu  # numba: half a second to import
 
         return platform if cached_rows_cpu.takes(head_dim, *dtypes) else None
     if not is_paged or platform not in ("cuda", "tpu"):
         return None
-    from models.kernels import page_attention_gpu, page_attention_tpu
-    from models.kernels.hopper import is_hopper
+    from reprise.models.kernels import page_attention_gpu, page_attention_tpu
+    from reprise.models.kernels.hopper import is_hopper
 
     kernel = page_attention_tpu if platform == "tpu" else page_attention_gpu
     if any(kernel.takes(head_dim, num_positions, dtype) for dtype in dtypes):
@@ -111,7 +111,7 @@ def _is_too_large(
     split: Split, k_XKh: jax.Array, after: After, table_BN: jax.Array, has_own_slots: bool
 ) -> bool:
     """Return whether the memories of a TPU's core are too small for the kernel of trees."""
-    from models.kernels import page_attention_tpu  # Pallas: a second to import
+    from reprise.models.kernels import page_attention_tpu  # Pallas: a second to import
 
     (B, N), (X, K, h) = table_BN.shape, k_XKh.shape
     table = B // (split.ways if has_own_slots else 1), N
@@ -122,10 +122,10 @@ def _is_too_large(
 def _by_kernel(platform: str, *given: jax.Array, after: After) -> jax.Array:
     """Compute a part of a mesh: its rows or pages, `after`, and its table."""
     if platform == "cpu":
-        from models.kernels import cached_rows_cpu
+        from reprise.models.kernels import cached_rows_cpu
 
         return cached_rows_cpu.attend(*given[:5], *after.arrays, *given[5:])
-    from models import page_tiles  # Pallas: a second to import
+    from reprise.models import page_tiles  # Pallas: a second to import
 
     q_XHh, k_XKh, v_XKh, keys, values, table_BN = given
     return page_tiles.attend(platform, q_XHh, k_XKh, v_XKh, keys, values, after, table_BN)

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from models.child import Child, ChildEnded, serve
+from reprise.models.child import Child, ChildEnded, serve
 
 MEMORY_BYTES = 2**30
 DEADLINE_S = 10
@@ -43,7 +43,7 @@ class Renderer:
     """Renders in one child process, started when it is needed; thread-safe."""
 
     def __init__(self, deadline_s: int = DEADLINE_S) -> None:
-        self._child = Child("models.chat_template", MEMORY_BYTES, deadline_s)
+        self._child = Child("reprise.models.chat_template", MEMORY_BYTES, deadline_s)
 
     def render(
         self,

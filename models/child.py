@@ -19,10 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from reprise import IMPORT_ROOT
+
 START_S = 120  # for the imports of a new child, on a busy machine
 _SIZE_BYTES = 8  # of the length before each part; a part of length 0 ends an answer
 _STARTED = b"\1"  # before the parts of an answer: the child has read the request
-_HOME = str(Path(__file__).resolve().parents[1])
 _PASSED_ON = frozenset(  # variables that imports need; others may be secrets
     "PATH HOME TMPDIR TZ LANG LANGUAGE LC_ALL LC_CTYPE LD_LIBRARY_PATH DYLD_LIBRARY_PATH "
     "PYTHONHOME PYTHONPATH PYTHONUSERBASE PYTHONNOUSERSITE PYTHONDONTWRITEBYTECODE "
@@ -90,7 +91,7 @@ class Child:
 
     def _start(self) -> subprocess.Popen[bytes]:
         passed_on = {name: os.environ[name] for name in _PASSED_ON & os.environ.keys()}
-        paths = [_HOME, *filter(None, [passed_on.get("PYTHONPATH")])]
+        paths = [IMPORT_ROOT, *filter(None, [passed_on.get("PYTHONPATH")])]
         return subprocess.Popen(
             # -P: the current folder may hold modules of any name
             [

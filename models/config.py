@@ -11,7 +11,7 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from models import sums_in_order_on_accelerators
+from reprise.models import sums_in_order_on_accelerators
 
 Architecture = Literal["llama", "qwen2", "qwen3"]
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from models import hf_files, tokenizer_files
+from reprise.models import hf_files, tokenizer_files
 
 WHOLE_BYTES = 64 * 2**20  # of a file that is read as a whole
 PIECE_BYTES = 2**16

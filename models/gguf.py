@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from models import hf
-from models.config import Llama3RopeScaling, ModelConfig
-from models.gguf_header import Header, StoredGguf, package
-from models.hf_entries import refuse_misspelt
-from models.hf_files import Entry, Stored, shown
+from reprise.models import hf
+from reprise.models.config import Llama3RopeScaling, ModelConfig
+from reprise.models.gguf_header import Header, StoredGguf, package
+from reprise.models.hf_entries import refuse_misspelt
+from reprise.models.hf_files import Entry, Stored, shown
 
 # Keys of an architecture: entries of config.json by their names, and the options that are known,
 # with the one implemented value.

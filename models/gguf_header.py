@@ -17,8 +17,8 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from models.hf_files import Stored, escaped, finite, shown
-from models.hints import install_hint
+from reprise.models.hf_files import Stored, escaped, finite, shown
+from reprise.models.hints import install_hint, program
 
 MAX_HEADER_BYTES = 64 * 2**20  # a vocabulary of 250,000 tokens with merges takes 10 MiB
 MAX_PAIRS, MAX_TENSORS = 2**16, 2**17  # a model of 100 layers has 50 and 1,500
@@ -94,7 +94,7 @@ def package() -> Any:
         raise ModuleNotFoundError(
             f"reading a GGUF file needs the package gguf ({error}): install it with "
             f"{install_hint('gguf')}, or convert the file where it is installed: "
-            "python -m rl.export FILE --output FOLDER"
+            f"{program('export')} FILE --output FOLDER"
         ) from error
     return gguf
 

@@ -11,9 +11,9 @@ import dataclasses
 import math
 from typing import Any
 
-from models.gguf import token_id, tokens_of
-from models.gguf_header import Header
-from models.hf_files import shown
+from reprise.models.gguf import token_id, tokens_of
+from reprise.models.gguf_header import Header
+from reprise.models.hf_files import shown
 
 MAX_ADDED = 2**16  # tokens that are not text; the largest vocabularies have thousands
 # SentencePiece: tokens have about 16 characters; every split of each is tried as a merge.

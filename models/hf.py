@@ -15,10 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from models import hf_files
-from models.config import Architecture, Layer, Llama3RopeScaling, ModelConfig, Params, param_specs
-from models.hf_entries import end_ids, is_one_name, read_entry, refuse_misspelt
-from models.hf_files import MAX_NAMED, Entry, Stored, escaped, shown
+from reprise.models import hf_files
+from reprise.models.config import (
+    Architecture,
+    Layer,
+    Llama3RopeScaling,
+    ModelConfig,
+    Params,
+    param_specs,
+)
+from reprise.models.hf_entries import end_ids, is_one_name, read_entry, refuse_misspelt
+from reprise.models.hf_files import MAX_NAMED, Entry, Stored, escaped, shown
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -196,7 +203,7 @@ def layer_names(layer: Layer, prefix: str) -> Layer:
 
 def _checked(folder: Path) -> tuple[ModelConfig, list[Entry], dict[str, Stored]]:
     if hf_files.is_gguf(folder):
-        from models import gguf, gguf_header
+        from reprise.models import gguf, gguf_header
 
         header = gguf_header.read(folder)
         config = gguf.config_of(header)

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeGuard
 
-from models.hf_files import escaped, shown
+from reprise.models.hf_files import escaped, shown
 
 MAX_INT = 2**31 - 1  # sizes and token ids are int32 on devices
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # how an entry is checked and described

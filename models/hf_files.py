@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from models.config import leaves
-from models.folder import Folder
-from models.hints import download_hint
+from reprise.models.config import leaves
+from reprise.models.folder import Folder
+from reprise.models.hints import download_hint
 
 if TYPE_CHECKING:
     import jax
@@ -246,8 +246,8 @@ def read_tensors(
     import jax
     import jax.numpy as jnp
 
-    from models import transformer  # noqa: F401, registers the trees of weights with jax
-    from models.sharding import fitting_sharding
+    from reprise.models import transformer  # noqa: F401, registers the trees of weights with jax
+    from reprise.models.sharding import fitting_sharding
 
     def cast(host: np.ndarray) -> np.ndarray:
         return host if dtype is None else host.astype(jnp.dtype(dtype), copy=False)

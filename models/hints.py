@@ -11,6 +11,13 @@ _ROOT = Path(__file__).resolve().parents[1]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)  # OWNER/NAME
 
 
+def program(name: str, root: Path = _ROOT) -> str:
+    """Return how to start a program: `python -m rl.NAME` in a checkout, else `reprise NAME`."""
+    if (root / "pyproject.toml").is_file():
+        return f"python -m rl.{name}"
+    return f"reprise {name}"
+
+
 def install_hint(extra: str, root: Path = _ROOT) -> str:
     """Return the command that installs the packages of an extra: in a checkout, or for a wheel."""
     if not (root / "pyproject.toml").is_file():  # a wheel names the packages of its extras

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from models.attention import After, PartialSoftmax, Portable, attend, partial_attention
-from models.cached_attention import attend_in_order
-from models.config import ModelConfig
-from models.layout import CACHE_AXES, ENTRY_AXES, FEATURE_AXES
-from models.sharding import constrain
+from reprise.models.attention import After, PartialSoftmax, Portable, attend, partial_attention
+from reprise.models.cached_attention import attend_in_order
+from reprise.models.config import ModelConfig
+from reprise.models.layout import CACHE_AXES, ENTRY_AXES, FEATURE_AXES
+from reprise.models.sharding import constrain
 
 KEY_AXIS, VALUE_AXIS = 3, 2  # of positions in a layer's keys, and in values and features
 CPU_WRITES = 16  # entries that a CPU writes at a time

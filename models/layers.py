@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from models import sums_in_order_on_accelerators
-from models.attention import precision_of
-from models.config import Adapted, ModelConfig
-from models.layout import LONG_ROW_FEED_FORWARD_PARTS, LONG_ROW_TOKENS
-from models.sharding import Axes, by_device, platform_in_use
+from reprise.models import sums_in_order_on_accelerators
+from reprise.models.attention import precision_of
+from reprise.models.config import Adapted, ModelConfig
+from reprise.models.layout import LONG_ROW_FEED_FORWARD_PARTS, LONG_ROW_TOKENS
+from reprise.models.sharding import Axes, by_device, platform_in_use
 
 FEW_ROWS = 64  # of inputs
 PRODUCT = "product"  # names the result of a product in order, for `models.training`
@@ -86,12 +86,12 @@ def is_in_order(x: jax.Array, *more: jax.Array) -> bool:
     """Return whether the platform in use sums this product in one order, in any number of rows."""
     given = x, *more
     if (platform := platform_in_use()) == "cpu":
-        from models.kernels import products_cpu  # numba: half a second to import
+        from reprise.models.kernels import products_cpu  # numba: half a second to import
 
         return all(products_cpu.takes(y.shape[-1], y.dtype) for y in given)
     if platform != "tpu" or not sums_in_order_on_accelerators():
         return platform == "cuda" and sums_in_order_on_accelerators()  # by XLA's one tile
-    from models.kernels import products_tpu  # Pallas: a second to import
+    from reprise.models.kernels import products_tpu  # Pallas: a second to import
 
     return all(products_tpu.takes(y.shape[-1], y.dtype) for y in given)
 
@@ -107,12 +107,12 @@ def _in_order(way: Way, *given: jax.Array) -> jax.Array:
 
 def _by_kernel(way: Way, *given: jax.Array) -> tuple[jax.Array]:
     if way.platform == "cpu":
-        from models.kernels import products_cpu
+        from reprise.models.kernels import products_cpu
 
         return (products_cpu.product(*given).astype(way.dtype),)
     if way.platform == "cuda":  # with XLA's one tile
         return (_input_first(way.dtype, *given),)
-    from models.kernels import products_tpu
+    from reprise.models.kernels import products_tpu
 
     x, weight_OI = given
     y_RO = products_tpu.product(x.reshape(-1, x.shape[-1]), weight_OI, way.dtype)

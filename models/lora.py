@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from models import hf, transformer
-from models.config import (
+from reprise.models import hf, transformer
+from reprise.models.config import (
     LORA_TARGETS,
     Adapted,
     Layer,
@@ -28,8 +28,8 @@ from models.config import (
     lora_specs,
     with_adapters,
 )
-from models.layers import dense
-from models.sharding import param_shardings, put
+from reprise.models.layers import dense
+from reprise.models.sharding import param_shardings, put
 
 
 def init(config: ModelConfig, key: jax.Array, mesh: Mesh | None = None) -> Params:

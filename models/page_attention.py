@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.attention import PartialSoftmax, merged, partial_attention
-from models.kernels import NEGATIVE
-from models.layout import PAGE_BLOCK_POSITIONS
+from reprise.models.attention import PartialSoftmax, merged, partial_attention
+from reprise.models.kernels import NEGATIVE
+from reprise.models.layout import PAGE_BLOCK_POSITIONS
 
 KERNEL_NODES = 64  # of a slot, that a kernel takes at a time
 
@@ -68,7 +68,7 @@ def append_and_attend(
         out = jnp.where(result.total > 0, result.out / result.total, 0)
         return out.astype(dtype), keys, values
 
-    from models.kernels import page_attention_tpu
+    from reprise.models.kernels import page_attention_tpu
 
     if page_attention_tpu.takes(h, T, dtype) is not None:
         return apart(*inputs)
@@ -105,8 +105,8 @@ def _as_tuple(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 def _kernels(head_dim: int, page_tokens: int, dtype: Any) -> dict[str, Callable[..., Any]]:
     """Return the kernels that take these sizes, by platform; nothing else imports them."""
-    from models.kernels import page_attention_gpu, page_attention_tpu
-    from models.kernels.hopper import is_hopper
+    from reprise.models.kernels import page_attention_gpu, page_attention_tpu
+    from reprise.models.kernels.hopper import is_hopper
 
     result: dict[str, Callable[..., Any]] = {}
     if page_attention_tpu.takes(head_dim, page_tokens, dtype) is None:

@@ -19,11 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.attention import After
-from models.kernels import page_attention_gpu, page_attention_tpu
-from models.kernels.hopper import ROWS
-from models.kernels.page_reads import Paths, Reads
-from models.kernels.softmax_tpu import KEYS
+from reprise.models.attention import After
+from reprise.models.kernels import page_attention_gpu, page_attention_tpu
+from reprise.models.kernels.hopper import ROWS
+from reprise.models.kernels.page_reads import Paths, Reads
+from reprise.models.kernels.softmax_tpu import KEYS
 
 PATHS_AT_ONCE = 16  # that are copied
 TPU_TOKENS = 64  # of a tile

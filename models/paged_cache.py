@@ -19,11 +19,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from models import kv_cache
-from models.attention import After, PartialSoftmax, Portable, causal_mask, joined, partial_attention
-from models.cached_attention import Split, attend_in_order, is_in_order
-from models.config import ModelConfig
-from models.kv_cache import (
+from reprise.models import kv_cache
+from reprise.models.attention import (
+    After,
+    PartialSoftmax,
+    Portable,
+    causal_mask,
+    joined,
+    partial_attention,
+)
+from reprise.models.cached_attention import Split, attend_in_order, is_in_order
+from reprise.models.config import ModelConfig
+from reprise.models.kv_cache import (
     FEATURES,
     VALUES,
     Entries,
@@ -32,8 +39,8 @@ from models.kv_cache import (
     Pending,
     pin,
 )
-from models.layout import CACHE_AXES, FEATURE_AXES
-from models.page_attention import append_and_attend, attend_pages, place_of, write_entries
+from reprise.models.layout import CACHE_AXES, FEATURE_AXES
+from reprise.models.page_attention import append_and_attend, attend_pages, place_of, write_entries
 
 
 @jax.tree_util.register_dataclass

@@ -17,8 +17,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from models import hf, hf_files
-from models.config import (
+from reprise.models import hf, hf_files
+from reprise.models.config import (
     LORA_TARGETS,
     LoraShape,
     LowRank,
@@ -27,7 +27,7 @@ from models.config import (
     leaves,
     lora_specs,
 )
-from models.hf_files import shown
+from reprise.models.hf_files import shown
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_ALPHA = 1e6
@@ -102,7 +102,7 @@ def read(directory: Path, config: ModelConfig, mesh: Mesh | None = None) -> Para
     import jax
     import jax.numpy as jnp
 
-    from models.sharding import param_shardings, put
+    from reprise.models.sharding import param_shardings, put
 
     assert config.lora is not None
     content = hf_files.read_json(directory / CONFIG)

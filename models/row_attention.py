@@ -23,8 +23,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models import sums_in_order_on_accelerators
-from models.attention import (
+from reprise.models import sums_in_order_on_accelerators
+from reprise.models.attention import (
     LOG2_E,
     NEGATIVE,
     Packing,
@@ -33,10 +33,10 @@ from models.attention import (
     precision_of,
     weights,
 )
-from models.config import ModelConfig
-from models.layers import scan_after
-from models.layout import LONG_ROW_BLOCK_TOKENS, LONG_ROW_TOKENS, shard_shape
-from models.sharding import Axes, by_device, platform_in_use, sizes_in_use
+from reprise.models.config import ModelConfig
+from reprise.models.layers import scan_after
+from reprise.models.layout import LONG_ROW_BLOCK_TOKENS, LONG_ROW_TOKENS, shard_shape
+from reprise.models.sharding import Axes, by_device, platform_in_use, sizes_in_use
 
 PLATFORMS = ("tpu", "cuda", "cpu")  # that have kernels
 _QUERY_AXES: Axes = ("batch", None, "heads", None)
@@ -89,7 +89,7 @@ def segment_tokens() -> int:
     """Return the multiple of positions at which segments of rows start (`rl.packing`)."""
     if (platform := platform_in_use()) == "cpu" or not sums_in_order_on_accelerators():
         return 1
-    from models.kernels import hopper, softmax_tpu  # Pallas: a second to import
+    from reprise.models.kernels import hopper, softmax_tpu  # Pallas: a second to import
 
     return softmax_tpu.KEYS if platform == "tpu" else hopper.ROWS
 
@@ -111,7 +111,7 @@ def _where_taken(by_kernel: Callable, by_blocks: Callable, inputs: Sequence[jax.
 
 def why_portable(q_BTHh: jax.Array, k_BTKh: jax.Array, platform: str) -> str | None:
     """Return why the portable path is taken on a platform and mesh; None if its kernel is."""
-    from models.kernels.hopper import is_hopper
+    from reprise.models.kernels.hopper import is_hopper
 
     sizes = sizes_in_use()
     ways = sizes.get("tensor", 1)
@@ -128,10 +128,13 @@ def why_portable(q_BTHh: jax.Array, k_BTKh: jax.Array, platform: str) -> str | N
 
 def _kernel_of(platform: str) -> Any:
     if platform == "cpu":
-        from models.kernels import row_attention_cpu  # numba
+        from reprise.models.kernels import row_attention_cpu  # numba
 
         return row_attention_cpu
-    from models.kernels import row_attention_gpu, row_attention_tpu  # Pallas: a second to import
+    from reprise.models.kernels import (  # Pallas: a second to import
+        row_attention_gpu,
+        row_attention_tpu,
+    )
 
     return {"tpu": row_attention_tpu, "cuda": row_attention_gpu}[platform]
 

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from models.config import MeshConfig
-from models.layout import AXES, Entry, axis_ways, fitting_axes, rollout_tensor
+from reprise.models.config import MeshConfig
+from reprise.models.layout import AXES, Entry, axis_ways, fitting_axes, rollout_tensor
 
 Axes = tuple[str | None, ...]  # logical ones of an array (models.layout)
 GPU = ("gpu", "cuda")  # names of the platform: of devices, and of programs

@@ -18,16 +18,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from models import chat_template as chat_templates
-from models import hf_files, tokenizer_files
-from models.config import ModelConfig
-from models.folder import Folder
-from models.hf_entries import end_ids, refuse_misspelt
-from models.hf_files import escaped, is_gguf, optional_json, shown
-from models.tokenizer_files import RULES, SETTINGS
+from reprise.models import chat_template as chat_templates
+from reprise.models import hf_files, tokenizer_files
+from reprise.models.config import ModelConfig
+from reprise.models.folder import Folder
+from reprise.models.hf_entries import end_ids, refuse_misspelt
+from reprise.models.hf_files import escaped, is_gguf, optional_json, shown
+from reprise.models.tokenizer_files import RULES, SETTINGS
 
 if TYPE_CHECKING:
-    from models.token_bytes import TokenBytes
+    from reprise.models.token_bytes import TokenBytes
 
 _SPECIALS_FILE, TEMPLATE_FILE = "special_tokens_map.json", "chat_template.jinja"
 MAX_TEMPLATE_BYTES = 2**20
@@ -99,7 +99,7 @@ class Tokenizer:
     @functools.cached_property
     def token_bytes(self) -> TokenBytes:
         """The text of every token, for the search for stop strings."""
-        from models.token_bytes import bytes_of_tokens
+        from reprise.models.token_bytes import bytes_of_tokens
 
         with _as_value_error("the tokenizer cannot decode its tokens"):
             return bytes_of_tokens(self.rules, self.vocab_size)
@@ -235,7 +235,7 @@ def copy_files(source: Path, target: Path, chat_template: str | None = None) -> 
 
 def _copy_files(source: Path, folder: Folder) -> None:
     if is_gguf(source):
-        from models import gguf_header, gguf_tokenizer
+        from reprise.models import gguf_header, gguf_tokenizer
 
         header = gguf_header.read(source)
         if gguf_tokenizer.is_known(header):
@@ -294,7 +294,7 @@ def _from_gguf(path: Path) -> tuple[Any, dict[str, Any], tuple[int, ...]]:
 
     Files next to it replace a tokenizer of an unknown kind.
     """
-    from models import gguf, gguf_header, gguf_tokenizer
+    from reprise.models import gguf, gguf_header, gguf_tokenizer
 
     header = gguf_header.read(path)
     ends = gguf.end_tokens(header)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from models.child import Child, ChildEnded, serve
-from models.hf_files import escaped, has_file
+from reprise.models.child import Child, ChildEnded, serve
+from reprise.models.hf_files import escaped, has_file
 
 RULES, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 NAMES = (  # RULES alone is required; others that a folder has are exported with it
@@ -27,7 +27,7 @@ MAX_ID = 2**20  # of a token; lists have a place for every id below the largest
 MEMORY_BYTES = 2**31
 DEADLINE_S = 20  # a large vocabulary takes a second of an idle core
 _tried = set[bytes]()  # hashes of the files of good tokenizers
-_child = Child("models.tokenizer_files", MEMORY_BYTES, DEADLINE_S)
+_child = Child("reprise.models.tokenizer_files", MEMORY_BYTES, DEADLINE_S)
 
 
 def present(folder: Path) -> list[str]:

@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from models.config import Layer
-from models.layers import PRODUCT
-from models.layout import layers_per_input
-from models.sharding import constrain
+from reprise.models.config import Layer
+from reprise.models.layers import PRODUCT
+from reprise.models.layout import layers_per_input
+from reprise.models.sharding import constrain
 
 Step = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.attention import (
+from reprise.models.attention import (
     CachedLayer,
     Chunks,
     Packing,
@@ -34,9 +34,17 @@ from models.attention import (
     finite_values,
     packed_mask,
 )
-from models.config import Adapted, Layer, LowRank, ModelConfig, Params, ParamSpec, param_specs
-from models.kv_cache import Entries, KVCache
-from models.layers import (
+from reprise.models.config import (
+    Adapted,
+    Layer,
+    LowRank,
+    ModelConfig,
+    Params,
+    ParamSpec,
+    param_specs,
+)
+from reprise.models.kv_cache import Entries, KVCache
+from reprise.models.layers import (
     PRODUCT_AXES,
     dense,
     feed_forward,
@@ -46,10 +54,10 @@ from models.layers import (
     rotate,
     scaled,
 )
-from models.paged_cache import PagedCache
-from models.row_attention import attend_rows, is_faster
-from models.sharding import constrain
-from models.training import through_layers
+from reprise.models.paged_cache import PagedCache
+from reprise.models.row_attention import attend_rows, is_faster
+from reprise.models.sharding import constrain
+from reprise.models.training import through_layers
 
 Cached = TypeVar("Cached", KVCache, PagedCache)
 

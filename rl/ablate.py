@@ -22,17 +22,17 @@ from typing import ClassVar
 
 import numpy as np
 
-from models.folder import replace_file
-from rl.config import TrainConfig
-from rl.gin.command_line import config_parser, parse_command_line
-from rl.gin.loader import ConfigError, dump, load
-from rl.inputs import open_inputs
-from rl.metrics.writer import Row, read_metrics, step_rows
-from rl.run_folder import today
-from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
-from rl.runtime.progress import say
-from rl.runtime.run_files import CONFIG_FILE, METRICS_FILE, POLICY
-from rl.runtime.signals import stop_signals
+from reprise.models.folder import replace_file
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.command_line import config_parser, parse_command_line
+from reprise.rl.gin.loader import ConfigError, dump, load
+from reprise.rl.inputs import open_inputs
+from reprise.rl.metrics.writer import Row, read_metrics, step_rows
+from reprise.rl.run_folder import today
+from reprise.rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
+from reprise.rl.runtime.progress import say
+from reprise.rl.runtime.run_files import CONFIG_FILE, METRICS_FILE, POLICY
+from reprise.rl.runtime.signals import stop_signals
 
 COLUMNS = (
     *("name", "seed", "epochs", "generated_tokens", "rollout_s", "tail_s", "step_s", "verify_s"),
@@ -307,7 +307,7 @@ def figure(spreads: Spreads, curves: Mapping[str, Mapping[int, float]], path: Pa
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    from rl.reports.style import INK, RUN_COLORS, STYLE, plain_text, run_look, step_axis
+    from reprise.rl.reports.style import INK, RUN_COLORS, STYLE, plain_text, run_look, step_axis
 
     names = list(spreads)
     with rc_context(STYLE):
@@ -341,7 +341,7 @@ def figure(spreads: Spreads, curves: Mapping[str, Mapping[int, float]], path: Pa
 
 def main(argv: Sequence[str]) -> int:
     """Parse, check the whole grid, run the cells that are not done; return the exit code."""
-    parser = config_parser("rl.ablate", __doc__)
+    parser = config_parser("ablate", __doc__)
     parser.add_argument("--dry_run", action="store_true", help="check everything, run nothing")
     parser.add_argument("--table", action="store_true", help="write the table of finished runs")
     args, overrides = parse_command_line(parser, argv, AblationRun)
@@ -410,7 +410,7 @@ def _train(folder: Path, cell: Cell, stop: _Stop) -> int:
     config = folder / "configs" / f"{cell.folder.name}.gin"
     config.parent.mkdir(exist_ok=True)
     replace_file(config, dump(cell.config))
-    command = [sys.executable, "-m", "rl.train", f"--gin_file={config}"]
+    command = [sys.executable, "-m", "reprise.rl.train", f"--gin_file={config}"]
     command += ["--resume"] if cell.is_started else []
     # in a separate session: a terminal would send it Ctrl-C as well
     with subprocess.Popen(command, start_new_session=True) as stop.child:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from models import peft_files
-from models.hf_files import shown
-from rl import identity, model_card
+from reprise.models import peft_files
+from reprise.models.hf_files import shown
+from reprise.rl import identity, model_card
 
 
 def check_base(

@@ -1,16 +1,16 @@
 """Training from Python: sample, forward_backward, optim_step, save_state.
 
-    from rl import api
+    from reprise import Adam, Datum, Policy
 
-    policy = api.Policy("policies/tiny", "Policy.lora_rank=16", "Sampling.max_new_tokens=64")
+    policy = Policy("policies/tiny", "Policy.lora_rank=16", "Sampling.max_new_tokens=64")
     for step in range(20):
         data = []
         for group in policy.sample(["What is 57 + 68?\\n"] * 8, n=8, seed=step):
             rewards = [float(sample.text.endswith("125")) for sample in group]
             mean = sum(rewards) / len(rewards)
-            data += [api.Datum.of(s, r - mean) for s, r in zip(group, rewards)]
+            data += [Datum.of(s, r - mean) for s, r in zip(group, rewards)]
         policy.forward_backward(data, "importance_sampling")
-        policy.optim_step(api.Adam(learning_rate=1e-3))
+        policy.optim_step(Adam(learning_rate=1e-3))
     policy.export("own-policy")
 
 A policy is one object, and a program may have several: a teacher and a student. Sampling uses the
@@ -30,24 +30,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import peft_files
-from models.config import LORA_TARGETS, trained_specs, with_adapters
-from models.lora import cut_to, merge
-from models.lora import init as new_adapter
-from models.transformer import Params
-from rl import adapter_base, identity, run_export, setup
-from rl.checkpoint import reader
-from rl.checkpoint.checkpointer import Checkpointer
-from rl.checkpoint.config import CheckpointConfig
-from rl.config import TrainConfig
-from rl.engine.engine import OnRound
-from rl.gin.loader import load
-from rl.inputs import Inputs, open_policy
-from rl.learner import gradient_accumulation, logprobs, objectives
-from rl.learner.data import Datum, Output, pack
-from rl.learner.gradient_accumulation import Accumulator, Health, all_finite
-from rl.learner.micro_batches import Packed, unpacked
-from rl.learner.objectives import (
+from reprise.models import peft_files
+from reprise.models.config import LORA_TARGETS, trained_specs, with_adapters
+from reprise.models.lora import cut_to, merge
+from reprise.models.lora import init as new_adapter
+from reprise.models.transformer import Params
+from reprise.rl import adapter_base, identity, run_export, setup
+from reprise.rl.checkpoint import reader
+from reprise.rl.checkpoint.checkpointer import Checkpointer
+from reprise.rl.checkpoint.config import CheckpointConfig
+from reprise.rl.config import TrainConfig
+from reprise.rl.engine.engine import OnRound
+from reprise.rl.gin.loader import load
+from reprise.rl.inputs import Inputs, open_policy
+from reprise.rl.learner import gradient_accumulation, logprobs, objectives
+from reprise.rl.learner.data import Datum, Output, pack
+from reprise.rl.learner.gradient_accumulation import Accumulator, Health, all_finite
+from reprise.rl.learner.micro_batches import Packed, unpacked
+from reprise.rl.learner.objectives import (
     LOSSES,
     NETWORKS,
     Adam,
@@ -57,14 +57,14 @@ from rl.learner.objectives import (
     complete,
     target_logprobs,
 )
-from rl.learner.optimizer import TrainState, init_state, make_optimizer
-from rl.runtime.devices import in_turn
-from rl.runtime.progress import say
-from rl.sampler import Prompt, Rollouts, Sample, Sampler, on_mesh
-from rl.stream import Stream
-from rl.unused_settings import refuse_run_settings
-from spec.config import SamplingConfig
-from spec.drafter import Drafter
+from reprise.rl.learner.optimizer import TrainState, init_state, make_optimizer
+from reprise.rl.runtime.devices import in_turn
+from reprise.rl.runtime.progress import say
+from reprise.rl.sampler import Prompt, Rollouts, Sample, Sampler, on_mesh
+from reprise.rl.stream import Stream
+from reprise.rl.unused_settings import refuse_run_settings
+from reprise.spec.config import SamplingConfig
+from reprise.spec.drafter import Drafter
 
 __all__ = [
     "LOSSES",

@@ -13,18 +13,18 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from rl.engine.stats import EngineStats, PoolCounts
-from rl.engine.worker_record import WorkerEvent
-from rl.learner.advantages import informative_groups
-from rl.responses import Responses, Scorer, scored_rewards
-from rl.rewards.scores import Score
-from rl.rollouts import Prompts, Rollouts, groups_to_ask, sampling_metrics
-from rl.runtime.signals import Stopped
-from rl.runtime.waits import POLL_S
-from rl.system import System
-from rl.trajectory import FinishReason, NonFiniteLogits, Request, Trajectory, check_finite
-from rl.workers.messages import Deferred, Result
-from spec.config import SamplingConfig
+from reprise.rl.engine.stats import EngineStats, PoolCounts
+from reprise.rl.engine.worker_record import WorkerEvent
+from reprise.rl.learner.advantages import informative_groups
+from reprise.rl.responses import Responses, Scorer, scored_rewards
+from reprise.rl.rewards.scores import Score
+from reprise.rl.rollouts import Prompts, Rollouts, groups_to_ask, sampling_metrics
+from reprise.rl.runtime.signals import Stopped
+from reprise.rl.runtime.waits import POLL_S
+from reprise.rl.system import System
+from reprise.rl.trajectory import FinishReason, NonFiniteLogits, Request, Trajectory, check_finite
+from reprise.rl.workers.messages import Deferred, Result
+from reprise.spec.config import SamplingConfig
 
 Scored = tuple[Trajectory, Score, str]  # a response with its reward, and its text
 Held = Mapping[int, list[Scored]]  # the finished responses of groups that are not whole

@@ -10,11 +10,11 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-import rl
-from rl.gin.values import nearest
-from rl.runtime.exit_codes import EXIT_USAGE
-from rl.runtime.progress import say
-from rl.runtime.signals import leave
+import reprise
+from reprise.rl.gin.values import nearest
+from reprise.rl.runtime.exit_codes import EXIT_USAGE
+from reprise.rl.runtime.progress import say
+from reprise.rl.runtime.signals import leave
 
 COMMANDS = {
     "train": "train a policy on verifiable tasks",
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     """Run a command; return its exit code."""
     name, *rest = argv or ["--help"]
     if name == "--version":
-        say(f"reprise {rl.__version__}")
+        say(f"reprise {reprise.__version__}")
         return 0
     if name in ("-h", "--help"):
         say(__doc__ or "")
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         hint = nearest(name, COMMANDS)
         say(f"error: expected one of {', '.join(COMMANDS)}, got {name!r}.{hint}", sys.stderr)
         return EXIT_USAGE
-    module = f"rl.{name}" + (".__main__" if name == "preflight" else "")
+    module = f"reprise.rl.{name}" + (".__main__" if name == "preflight" else "")
     status: int = importlib.import_module(module).main(rest)
     return status
 

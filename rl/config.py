@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from models.config import LoraShape, LoraTarget, MeshConfig, ModelConfig
-from rl.checkpoint.config import CheckpointConfig
-from rl.cluster.config import ClusterConfig
-from rl.data.tasks import TaskConfig
-from rl.drafter_training.config import DrafterConfig, shape_of
-from rl.drafting.config import DraftingConfig
-from rl.engine.config import EngineConfig
-from rl.eval_sets import EvalConfig
-from rl.gin.values import AUTO
-from rl.learner.algorithms import AlgorithmConfig, CriticConfig
-from rl.learner.config import NumericsConfig, OptimizerConfig, TrainerConfig, TrainSpec
-from rl.metrics.writer import MetricsConfig
-from rl.rewards.config import RewardConfig
-from rl.runtime.run_files import resolve_path
-from rl.runtime.waits import HANG_LIMIT_S
-from rl.speculation.config import DraftModelConfig, ReuseConfig, SpeculationConfig
-from rl.workers.config import SchedConfig
-from spec.budget.config import TunerConfig
-from spec.config import SamplingConfig
-from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, EagleConfig
+from reprise.models.config import LoraShape, LoraTarget, MeshConfig, ModelConfig
+from reprise.rl.checkpoint.config import CheckpointConfig
+from reprise.rl.cluster.config import ClusterConfig
+from reprise.rl.data.tasks import TaskConfig
+from reprise.rl.drafter_training.config import DrafterConfig, shape_of
+from reprise.rl.drafting.config import DraftingConfig
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.eval_sets import EvalConfig
+from reprise.rl.gin.loader import load
+from reprise.rl.gin.values import AUTO
+from reprise.rl.learner.algorithms import AlgorithmConfig, CriticConfig
+from reprise.rl.learner.config import NumericsConfig, OptimizerConfig, TrainerConfig, TrainSpec
+from reprise.rl.metrics.writer import MetricsConfig
+from reprise.rl.rewards.config import RewardConfig
+from reprise.rl.runtime.run_files import resolve_path
+from reprise.rl.runtime.waits import HANG_LIMIT_S
+from reprise.rl.speculation.config import DraftModelConfig, ReuseConfig, SpeculationConfig
+from reprise.rl.workers.config import SchedConfig
+from reprise.spec.budget.config import TunerConfig
+from reprise.spec.config import SamplingConfig
+from reprise.spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, EagleConfig
 
 # Settings that may be "auto": `rl.preflight.sizes` computes them from a device's memory.
 SIZES = ("Engine.slots", "Engine.pages", "Trainer.micro_batch_tokens")
@@ -229,6 +230,14 @@ class TrainConfig:
         """The longest prompt that the engine is given, in training or in an evaluation."""
         evaluated = self.eval_prompt_tokens if self.eval.num_prompts else 0
         return max(self.rollout.max_prompt_tokens, evaluated)
+
+
+def load_config(*files: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Return the configuration of a run: its defaults, changed by `.gin` files, then overrides.
+
+    An override is a text like `Sampling.temperature=0.7`. Raises ConfigError.
+    """
+    return load(TrainConfig, files, overrides)
 
 
 def drafter_shape(config: TrainConfig, model: ModelConfig) -> EagleConfig | None:

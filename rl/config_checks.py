@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from models.config import ModelConfig
-from models.layout import rollout_tensor
-from models.tokenizer import Tokenizer
-from rl.cluster import config as cluster_config
-from rl.cluster.config import AUTO
-from rl.config import TrainConfig, drafter_shape, recipe
-from rl.data.specs import parse_spec
-from rl.eval_sets import split_names, task_names
-from rl.rewards.config import did_you_mean
-from spec.budget.config import MODEL, OWN
-from spec.config import SamplingConfig
+from reprise.models.config import ModelConfig
+from reprise.models.layout import rollout_tensor
+from reprise.models.tokenizer import Tokenizer
+from reprise.rl.cluster import config as cluster_config
+from reprise.rl.cluster.config import AUTO
+from reprise.rl.config import TrainConfig, drafter_shape, recipe
+from reprise.rl.data.specs import parse_spec
+from reprise.rl.eval_sets import split_names, task_names
+from reprise.rl.rewards.config import did_you_mean
+from reprise.spec.budget.config import MODEL, OWN
+from reprise.spec.config import SamplingConfig
 
 
 def check_sections(config: TrainConfig, model: ModelConfig) -> None:

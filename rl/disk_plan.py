@@ -6,12 +6,12 @@ import dataclasses
 import os
 from pathlib import Path
 
-from rl.config import TrainConfig
-from rl.inputs import Inputs
-from rl.memory import num_bytes
-from rl.run_checkpoint import saved_shapes
-from rl.runtime import disk
-from rl.runtime.run_files import CHECKPOINTS
+from reprise.rl.config import TrainConfig
+from reprise.rl.inputs import Inputs
+from reprise.rl.memory import num_bytes
+from reprise.rl.run_checkpoint import saved_shapes
+from reprise.rl.runtime import disk
+from reprise.rl.runtime.run_files import CHECKPOINTS
 
 FIX = (
     "free some, lower Checkpoint.keep, or name a folder on another disk with --gin.Run.directory=…"

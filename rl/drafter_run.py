@@ -13,29 +13,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.config import ModelConfig
-from models.folder import Folder
-from models.transformer import Params
-from rl.checkpoint.checkpointer import Checkpointer
-from rl.checkpoint.config import CheckpointConfig
-from rl.checkpoint.reader import NoWholeCheckpointError
-from rl.cluster.processes import ALONE
-from rl.config import TrainConfig
-from rl.drafter_training.config import DrafterConfig, shape_of
-from rl.drafter_training.spot_trainer import SpotTrainer
-from rl.drafter_training.trainer import BufferSink, DrafterTrainer, TrainContext
-from rl.engine.engine import Engine, RolloutEngine
-from rl.inputs import Inputs
-from rl.responses import WHOLE, Partition
-from rl.runtime.run_files import DRAFTER
-from rl.runtime.waits import Deadline
-from rl.speculation.device_drafters import LearnedDrafter
-from spec.eagle import files as eagle_files
-from spec.eagle import model as eagle
-from spec.eagle.config import DrafterTrainingConfig
-from spec.eagle.model import EagleWeights
-from spec.eagle.training import DrafterState, state_of
-from spec.eagle.training_data import DataBuffer, RequestSample
+from reprise.models.config import ModelConfig
+from reprise.models.folder import Folder
+from reprise.models.transformer import Params
+from reprise.rl.checkpoint.checkpointer import Checkpointer
+from reprise.rl.checkpoint.config import CheckpointConfig
+from reprise.rl.checkpoint.reader import NoWholeCheckpointError
+from reprise.rl.cluster.processes import ALONE
+from reprise.rl.config import TrainConfig
+from reprise.rl.drafter_training.config import DrafterConfig, shape_of
+from reprise.rl.drafter_training.spot_trainer import SpotTrainer
+from reprise.rl.drafter_training.trainer import BufferSink, DrafterTrainer, TrainContext
+from reprise.rl.engine.engine import Engine, RolloutEngine
+from reprise.rl.inputs import Inputs
+from reprise.rl.responses import WHOLE, Partition
+from reprise.rl.runtime.run_files import DRAFTER
+from reprise.rl.runtime.waits import Deadline
+from reprise.rl.speculation.device_drafters import LearnedDrafter
+from reprise.spec.eagle import files as eagle_files
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle.config import DrafterTrainingConfig
+from reprise.spec.eagle.model import EagleWeights
+from reprise.spec.eagle.training import DrafterState, state_of
+from reprise.spec.eagle.training_data import DataBuffer, RequestSample
 
 _VOCABULARY_PROMPTS = 20_000
 

@@ -10,17 +10,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from models.config import ModelConfig
-from rl.cluster.actors import Actor, ActorSettings, Starts
-from rl.cluster.join import DRAFT_MODEL
-from rl.config import TrainConfig
-from rl.drafting.config import methods_of
-from rl.drafting.plans import Planner
-from rl.drafting.workers import CONCURRENCY, DraftingActors, DraftingSettings, DraftingWorkers
-from rl.engine.engine import RolloutEngine
-from rl.speculation.sources import Speculation
-from rl.workers.multi_engine import Helpers, MultiEngine
-from spec.budget.config import MODEL
+from reprise.models.config import ModelConfig
+from reprise.rl.cluster.actors import Actor, ActorSettings, Starts
+from reprise.rl.cluster.join import DRAFT_MODEL
+from reprise.rl.config import TrainConfig
+from reprise.rl.drafting.config import methods_of
+from reprise.rl.drafting.plans import Planner
+from reprise.rl.drafting.workers import (
+    CONCURRENCY,
+    DraftingActors,
+    DraftingSettings,
+    DraftingWorkers,
+)
+from reprise.rl.engine.engine import RolloutEngine
+from reprise.rl.speculation.sources import Speculation
+from reprise.rl.workers.multi_engine import Helpers, MultiEngine
+from reprise.spec.budget.config import MODEL
 
 
 def make_planner(config: TrainConfig) -> Planner:
@@ -88,7 +93,7 @@ def open_actors(
     if not config.drafting.workers:
         yield None
         return
-    from rl.cluster.ray_session import reserve
+    from reprise.rl.cluster.ray_session import reserve
 
     count = config.drafting.workers * config.sched.devices_per_worker
     start_s, wanted = 2 * config.cluster.deadline_s, f"Drafting.workers={config.drafting.workers}"
@@ -125,7 +130,7 @@ def drafting_actors(
     of_actors = ActorSettings(files, deadline_s, 2 * deadline_s, report)
 
     def start(number: int) -> Actor:
-        args = f"drafting worker {number}", "rl.drafting.workers:DraftingActor", (settings,)
+        args = f"drafting worker {number}", "reprise.rl.drafting.workers:DraftingActor", (settings,)
         options: dict[str, Any] = {"make_s": config.run.compile_limit_s}
         options["concurrency"] = CONCURRENCY
         return Actor(*args, of_actors, room, number, **options)

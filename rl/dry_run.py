@@ -6,16 +6,16 @@ import os
 import sys
 from pathlib import Path
 
-from models.config import ModelConfig, num_params
-from rl.config import TrainConfig
-from rl.disk_plan import disk_plan
-from rl.first_programs import num_whole_model
-from rl.inputs import Inputs, remarks
-from rl.learner.config import why_other_bits
-from rl.memory import estimate, unopened_devices
-from rl.metrics.run_summary import duration
-from rl.runtime.exit_codes import EXIT_USAGE
-from rl.runtime.progress import say
+from reprise.models.config import ModelConfig, num_params
+from reprise.rl.config import TrainConfig
+from reprise.rl.disk_plan import disk_plan
+from reprise.rl.first_programs import num_whole_model
+from reprise.rl.inputs import Inputs, remarks
+from reprise.rl.learner.config import why_other_bits
+from reprise.rl.memory import estimate, unopened_devices
+from reprise.rl.metrics.run_summary import duration
+from reprise.rl.runtime.exit_codes import EXIT_USAGE
+from reprise.rl.runtime.progress import say
 
 _SHOWN_CHARACTERS = 3000  # of the first prompt
 FEWER_PROGRAMS = (

@@ -13,10 +13,10 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from rl.data.conversations import prompt_key
-from rl.data.prompts import DataOrder
-from rl.data.tasks import Example, Message, Task, TaskConfig, open_task, parse_spec
-from spec.config import MIN_TEMPERATURE, SamplingConfig
+from reprise.rl.data.conversations import prompt_key
+from reprise.rl.data.prompts import DataOrder
+from reprise.rl.data.tasks import Example, Message, Task, TaskConfig, open_task, parse_spec
+from reprise.spec.config import MIN_TEMPERATURE, SamplingConfig
 
 Prompt = tuple[int, ...]  # token ids
 Encode = Callable[[Example], Prompt]

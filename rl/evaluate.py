@@ -22,22 +22,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from models.config import ModelConfig
-from rl import evaluation, identity
-from rl.checkpoint.best import chosen_step
-from rl.config import TrainConfig
-from rl.config_checks import check_correct_by, check_layout, check_lengths, check_stops
-from rl.data.tasks import open_tasks
-from rl.eval_sets import open_sets
-from rl.evaluation import Answers, plus_minus
-from rl.gin.command_line import config_parser, parse_command_line
-from rl.gin.loader import ConfigError, load
-from rl.inputs import Inputs, open_policy
-from rl.rewards.config import validate
-from rl.rewards.scores import Rewards
-from rl.runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
-from rl.runtime.progress import Progress, aligned, progress, say
-from rl.runtime.run_files import CONFIG_FILE
+from reprise.models.config import ModelConfig
+from reprise.rl import evaluation, identity
+from reprise.rl.checkpoint.best import chosen_step
+from reprise.rl.config import TrainConfig
+from reprise.rl.config_checks import check_correct_by, check_layout, check_lengths, check_stops
+from reprise.rl.data.tasks import open_tasks
+from reprise.rl.eval_sets import open_sets
+from reprise.rl.evaluation import Answers, plus_minus
+from reprise.rl.gin.command_line import config_parser, parse_command_line
+from reprise.rl.gin.loader import ConfigError, load
+from reprise.rl.inputs import Inputs, open_policy
+from reprise.rl.rewards.config import validate
+from reprise.rl.rewards.scores import Rewards
+from reprise.rl.runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
+from reprise.rl.runtime.progress import Progress, aligned, progress, say
+from reprise.rl.runtime.run_files import CONFIG_FILE
 
 OnRound = Callable[[int, int], None]
 
@@ -46,7 +46,7 @@ DEFAULT_CONFIG = "configs/tiny_cpu.gin"
 
 def main(argv: Sequence[str]) -> int:
     """Parse, check, evaluate, print; return the exit code."""
-    parser = config_parser("rl.evaluate", __doc__)
+    parser = config_parser("evaluate", __doc__)
     parser.add_argument("--policy", metavar="DIR", help="evaluate this folder or GGUF file")
     parser.add_argument("--run", metavar="RUN", help="a run folder: its config, a checkpoint of it")
     parser.add_argument(
@@ -121,12 +121,12 @@ def _configurations(
 
 def _run(args: argparse.Namespace, job: _Evaluation) -> int:
     """Load the weights, evaluate, print."""
-    from rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
-    from rl.rewards.pool import RewardPool
-    from rl.rewards.process import RewardWorkerError
-    from rl.runtime import devices
-    from rl.setup import engine_mesh, open_mesh
-    from rl.trajectory import NonFiniteLogits
+    from reprise.rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
+    from reprise.rl.rewards.pool import RewardPool
+    from reprise.rl.rewards.process import RewardWorkerError
+    from reprise.rl.runtime import devices
+    from reprise.rl.setup import engine_mesh, open_mesh
+    from reprise.rl.trajectory import NonFiniteLogits
 
     errors = NoWholeCheckpointError, RewardWorkerError, StructureMismatchError
     evals = job.inputs.evals
@@ -170,10 +170,10 @@ def _respond(
     job: _Evaluation, params: Any, mesh: Any, pool: Rewards, on_round: OnRound
 ) -> list[Answers]:
     """Return the answers of these weights, scored by the pool, on a separate engine."""
-    from rl.config import recipe
-    from rl.engine.engine import Engine
-    from rl.learner.trainer import cast_params
-    from rl.responses import Scorer
+    from reprise.rl.config import recipe
+    from reprise.rl.engine.engine import Engine
+    from reprise.rl.learner.trainer import cast_params
+    from reprise.rl.responses import Scorer
 
     config, inputs = job.config, job.inputs
     dtype = recipe(config, inputs.model).trainer.dtype
@@ -189,7 +189,7 @@ def _weights(
     """Return the policy's shape and parameters, and a record of their source."""
     import jax.numpy as jnp
 
-    from models import hf
+    from reprise.models import hf
 
     if job.run is None:
         params = hf.load_pretrained(job.inputs.policy, mesh, dtype=jnp.float32)[1]

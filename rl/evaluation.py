@@ -16,26 +16,26 @@ from typing import Any
 
 import jax
 
-from models.config import ModelConfig
-from models.hf_files import WeightsError
-from models.transformer import Params
-from rl import identity
-from rl.checkpoint.best import Best, BestRecord
-from rl.config import TrainConfig
-from rl.engine.engine import OnRound, RolloutEngine
-from rl.engine.rollout_spec import RolloutSpec
-from rl.eval_sets import EvalSet
-from rl.inputs import Inputs
-from rl.metrics.eval_metrics import EvalResponse, overall_metrics, set_metrics
-from rl.metrics.step_metrics import sample_rows
-from rl.metrics.writer import EVAL_SECONDS, MetricsWriter, Row
-from rl.responses import WHOLE, Partition, Responses, Scorer, failures_text
-from rl.rewards.scores import Score
-from rl.rollouts import run
-from rl.runtime.run_files import CHECKPOINTS, EVAL_SAMPLES_FILE
-from rl.system import System
-from rl.trajectory import Request, Trajectory
-from spec.sampling import step_key
+from reprise.models.config import ModelConfig
+from reprise.models.hf_files import WeightsError
+from reprise.models.transformer import Params
+from reprise.rl import identity
+from reprise.rl.checkpoint.best import Best, BestRecord
+from reprise.rl.config import TrainConfig
+from reprise.rl.engine.engine import OnRound, RolloutEngine
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.eval_sets import EvalSet
+from reprise.rl.inputs import Inputs
+from reprise.rl.metrics.eval_metrics import EvalResponse, overall_metrics, set_metrics
+from reprise.rl.metrics.step_metrics import sample_rows
+from reprise.rl.metrics.writer import EVAL_SECONDS, MetricsWriter, Row
+from reprise.rl.responses import WHOLE, Partition, Responses, Scorer, failures_text
+from reprise.rl.rewards.scores import Score
+from reprise.rl.rollouts import run
+from reprise.rl.runtime.run_files import CHECKPOINTS, EVAL_SAMPLES_FILE
+from reprise.rl.system import System
+from reprise.rl.trajectory import Request, Trajectory
+from reprise.spec.sampling import step_key
 
 EVAL_STEP = 2**31 - 1  # of the noise: no training step comes that far
 
@@ -271,12 +271,12 @@ def load_checkpoint(run: Path, inputs: Inputs, mesh: Any = None, step: int | Non
     """
     import jax.numpy as jnp
 
-    from models.config import trained_specs
-    from models.lora import load_merged
-    from models.sharding import param_shardings
-    from rl.checkpoint.reader import restore
-    from rl.learner.gradient_accumulation import all_finite
-    from rl.learner.optimizer import SavedArrays
+    from reprise.models.config import trained_specs
+    from reprise.models.lora import load_merged
+    from reprise.models.sharding import param_shardings
+    from reprise.rl.checkpoint.reader import restore
+    from reprise.rl.learner.gradient_accumulation import all_finite
+    from reprise.rl.learner.optimizer import SavedArrays
 
     model = inputs.model
     specs = trained_specs(model)

@@ -22,20 +22,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from models import hf
-from models.config import LoraShape
-from rl import evaluation, model_card, run_export
-from rl.checkpoint import best
-from rl.checkpoint.folders import list_steps
-from rl.checkpoint.reader import NoWholeCheckpointError
-from rl.config import TrainConfig
-from rl.data.tasks import TaskConfig
-from rl.gin.loader import ConfigError, load
-from rl.inputs import Inputs, open_inputs, open_policy
-from rl.run_export import Layout
-from rl.runtime.exit_codes import EXIT_USAGE
-from rl.runtime.progress import say
-from rl.runtime.run_files import CHECKPOINTS, CONFIG_FILE
+from reprise.models import hf
+from reprise.models.config import LoraShape
+from reprise.models.hints import program
+from reprise.rl import evaluation, model_card, run_export
+from reprise.rl.checkpoint import best
+from reprise.rl.checkpoint.folders import list_steps
+from reprise.rl.checkpoint.reader import NoWholeCheckpointError
+from reprise.rl.config import TrainConfig
+from reprise.rl.data.tasks import TaskConfig
+from reprise.rl.gin.loader import ConfigError, load
+from reprise.rl.inputs import Inputs, open_inputs, open_policy
+from reprise.rl.run_export import Layout
+from reprise.rl.runtime.exit_codes import EXIT_USAGE
+from reprise.rl.runtime.progress import say
+from reprise.rl.runtime.run_files import CHECKPOINTS, CONFIG_FILE
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 def command_line() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
     parser = argparse.ArgumentParser(
-        prog="python -m rl.export",
+        prog=program("export"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -135,8 +136,8 @@ def _export_policy(policy: Path, args: argparse.Namespace, target: Path, layout:
 
 def _export_drafter(args: argparse.Namespace) -> list[str]:
     """Write a drafter's folder; return the lines to print."""
-    from rl import run_export
-    from rl.drafter_training import export as drafter_folder
+    from reprise.rl import run_export
+    from reprise.rl.drafter_training import export as drafter_folder
 
     run, target = Path(args.source), Path(os.path.abspath(args.output))
     if not (run / CONFIG_FILE).is_file():
@@ -150,7 +151,7 @@ def _export_drafter(args: argparse.Namespace) -> list[str]:
         raise ConfigError(
             f"{run} has no learned drafter to export (Speculation.sources="
             f"{config.speculation.sources}, Speculation.budget={config.speculation.budget!r}): "
-            "name a run with one, or train one on this run's rollouts: python -m rl.train_drafter"
+            f"name a run with one, or train one on this run's rollouts: {program('train_drafter')}"
         )
     drafter_folder.check_target(target)
     inputs = open_inputs(config)

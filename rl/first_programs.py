@@ -13,33 +13,33 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from models.config import ModelConfig
-from models.transformer import Params
-from rl.cluster.processes import Processes
-from rl.config import TrainConfig
-from rl.engine.config import EngineConfig
-from rl.engine.engine import Engine, RolloutEngine
-from rl.inputs import Inputs
-from rl.responses import WHOLE, Partition
-from rl.runtime.parallel_compile import OnCompiled
-from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
-from rl.runtime.signals import Watch
-from rl.speculation.sources import Speculation
-from rl.warm_up import compile_buckets, kept_rounds, transfer_times
-from rl.warm_up.compile_buckets import LongerBuckets
-from rl.warm_up.rollout_programs import Decisions, NodeSizes, Pool, Reach
-from rl.warm_up.round_times import load_or_measure
-from rl.workers.multi_engine import MultiEngine
-from sched.simulator.measured_costs import MeasuredCosts
-from sched.simulator.roofline import Costs
-from spec.budget.bandit import node_counts
-from spec.budget.budget import DraftDecision, best_trees, equal_trees
-from spec.budget.config import BANDIT, LEARNED, MODEL, parse_budget
-from spec.config import SamplingConfig
-from spec.sampling import step_key
+from reprise.models.config import ModelConfig
+from reprise.models.transformer import Params
+from reprise.rl.cluster.processes import Processes
+from reprise.rl.config import TrainConfig
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.engine import Engine, RolloutEngine
+from reprise.rl.inputs import Inputs
+from reprise.rl.responses import WHOLE, Partition
+from reprise.rl.runtime.parallel_compile import OnCompiled
+from reprise.rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
+from reprise.rl.runtime.signals import Watch
+from reprise.rl.speculation.sources import Speculation
+from reprise.rl.warm_up import compile_buckets, kept_rounds, transfer_times
+from reprise.rl.warm_up.compile_buckets import LongerBuckets
+from reprise.rl.warm_up.rollout_programs import Decisions, NodeSizes, Pool, Reach
+from reprise.rl.warm_up.round_times import load_or_measure
+from reprise.rl.workers.multi_engine import MultiEngine
+from reprise.sched.simulator.measured_costs import MeasuredCosts
+from reprise.sched.simulator.roofline import Costs
+from reprise.spec.budget.bandit import node_counts
+from reprise.spec.budget.budget import DraftDecision, best_trees, equal_trees
+from reprise.spec.budget.config import BANDIT, LEARNED, MODEL, parse_budget
+from reprise.spec.config import SamplingConfig
+from reprise.spec.sampling import step_key
 
 if TYPE_CHECKING:
-    from rl.drafting.workers import DraftingWorkers
+    from reprise.rl.drafting.workers import DraftingWorkers
 
 
 def _node_sizes(config: TrainConfig) -> NodeSizes | None:
@@ -249,7 +249,7 @@ def warm_up_drafting(
     told: OnCompiled,
 ) -> None:
     """Plan the number of drafting workers, unless it is set; compile and time their programs."""
-    from rl.drafting.plans import MeasuredSeconds
+    from reprise.rl.drafting.plans import MeasuredSeconds
 
     times, planner = speculation.times, drafting.planner
     assert times is not None and isinstance(engine, MultiEngine), "workers that draft"

@@ -10,11 +10,11 @@ import ast
 from collections.abc import Mapping
 from pathlib import Path
 
-from models import digests
-from rl.config import TrainConfig
-from rl.rewards.config import BUILT_IN, split_user_function
-from rl.run_folder import Change
-from rl.runtime.run_files import PACKAGES, PROJECT_ROOT, resolve_path
+from reprise.models import digests
+from reprise.rl.config import TrainConfig
+from reprise.rl.rewards.config import BUILT_IN, split_user_function
+from reprise.rl.run_folder import Change
+from reprise.rl.runtime.run_files import PACKAGES, PROJECT_ROOT, resolve_path
 
 POLICY = "Policy.directory"
 MAX_IMPORTED = 100  # files that one reward file imports, directly or not
@@ -71,7 +71,7 @@ def _short(digest: str | None) -> str:
 
 def saved_contents(checkpoints: Path) -> tuple[int, Contents]:
     """Return step and contents of the newest checkpoint that can be read; 0 without one."""
-    from rl.checkpoint import reader
+    from reprise.rl.checkpoint import reader
 
     step, host = reader.newest_host(checkpoints)
     return step, host.get("contents", {})

@@ -14,24 +14,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from models import hf
-from models import tokenizer as tokenizers
-from models.config import LoraShape, ModelConfig
-from models.hf_files import shown
-from models.tokenizer import Tokenizer
-from rl import config_checks, identity
-from rl.config import TrainConfig
-from rl.data.prompts import MAX_PASSED_OVER, DataOrder, encode_prompt, is_rendered
-from rl.data.tasks import Example, Task, TaskConfig, data_digest, data_files, open_tasks
-from rl.eval_sets import EvalSets, open_sets
-from rl.rewards.config import validate
-from rl.rewards.findings import Reading
-from rl.runtime.run_files import resolve_path
-from rl.speculation.config import check_age, check_coupling
-from spec.config import SamplingConfig
+from reprise.models import hf
+from reprise.models import tokenizer as tokenizers
+from reprise.models.config import LoraShape, ModelConfig
+from reprise.models.hf_files import shown
+from reprise.models.tokenizer import Tokenizer
+from reprise.rl import config_checks, identity
+from reprise.rl.config import TrainConfig
+from reprise.rl.data.prompts import MAX_PASSED_OVER, DataOrder, encode_prompt, is_rendered
+from reprise.rl.data.tasks import Example, Task, TaskConfig, data_digest, data_files, open_tasks
+from reprise.rl.eval_sets import EvalSets, open_sets
+from reprise.rl.rewards.config import validate
+from reprise.rl.rewards.findings import Reading
+from reprise.rl.runtime.run_files import resolve_path
+from reprise.rl.speculation.config import check_age, check_coupling
+from reprise.spec.config import SamplingConfig
 
 if TYPE_CHECKING:
-    from models.token_bytes import TokenBytes
+    from reprise.models.token_bytes import TokenBytes
 
 _DIGESTED = 64  # prompts; template, day, library and host change all alike
 _MIN_COMPARED = 8  # prompts, with their answers
@@ -116,7 +116,7 @@ def open_inputs(config: TrainConfig) -> Inputs:
     config_checks.check_sections(config, model)
     config_checks.check_stops(config.sampling, model, tokenizer)
     if config.speculation.asks_model:
-        from rl.speculation.device_drafters import check_draft_model
+        from reprise.rl.speculation.device_drafters import check_draft_model
 
         for one in config.draft_model.each:
             check_draft_model(one, model, tokenizer, config.longest_tokens)

@@ -17,20 +17,20 @@ import threading
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from rl import ray_run, run_folder, run_process
-from rl.cluster.actors import Actor, ActorSettings
-from rl.config import TrainConfig
-from rl.config_checks import trainer_devices
-from rl.gin.loader import dump, load
-from rl.inputs import open_inputs
-from rl.ray_trainers import COMMAND, Start, StoppedAtOnce, Trainer, run_trainers
-from rl.runtime import host_memory
-from rl.runtime.devices import keep_order
-from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
-from rl.runtime.progress import say
-from rl.runtime.run_files import CONFIG_FILE
-from rl.runtime.signals import leave, stop_signals
-from rl.runtime.waits import ProgramLost
+from reprise.rl import ray_run, run_folder, run_process
+from reprise.rl.cluster.actors import Actor, ActorSettings
+from reprise.rl.config import TrainConfig
+from reprise.rl.config_checks import trainer_devices
+from reprise.rl.gin.loader import dump, load
+from reprise.rl.inputs import open_inputs
+from reprise.rl.ray_trainers import COMMAND, Start, StoppedAtOnce, Trainer, run_trainers
+from reprise.rl.runtime import host_memory
+from reprise.rl.runtime.devices import keep_order
+from reprise.rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
+from reprise.rl.runtime.progress import say
+from reprise.rl.runtime.run_files import CONFIG_FILE
+from reprise.rl.runtime.signals import leave, stop_signals
+from reprise.rl.runtime.waits import ProgramLost
 
 LAST_LINES = 40  # of a process that fails without an error message
 
@@ -40,7 +40,7 @@ def launch(config: TrainConfig, folder: Path, *, resume: bool) -> int:
 
     SIGTERM and Ctrl-C stop them like a single process, at the last whole step.
     """
-    from rl.cluster.ray_session import open_ray, reserve
+    from reprise.rl.cluster.ray_session import open_ray, reserve
 
     cluster, limit_s = config.cluster, config.cluster.deadline_s
     count = cluster.num_trainers

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from rl.config import TrainConfig
-from rl.learner.advantages import informative_groups
-from rl.responses import failures_text
-from rl.rewards.scores import Score
-from rl.trajectory import Trajectory
+from reprise.rl.config import TrainConfig
+from reprise.rl.learner.advantages import informative_groups
+from reprise.rl.responses import failures_text
+from reprise.rl.rewards.scores import Score
+from reprise.rl.trajectory import Trajectory
 
 FEW = 0.01  # of a step's samples: so many failures may persist
 

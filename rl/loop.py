@@ -10,35 +10,35 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from models.folder import Folder
-from models.transformer import Params
-from rl import setup
-from rl.checkpoint.best import BestRecord
-from rl.checkpoint.checkpointer import Checkpointer
-from rl.cluster.processes import ALONE, Processes
-from rl.config import RunConfig, TrainConfig
-from rl.engine.stats import save_timeline
-from rl.engine.worker_record import WorkerLog
-from rl.evaluation import RunEvaluation
-from rl.inputs import Inputs
-from rl.learner import logprobs, trainer
-from rl.learner.optimizer import SavedArrays, TrainState
-from rl.learning_checks import LearningWatch
-from rl.metrics.writer import MetricsWriter, RowsOnly, Timings, lost_rows, read_metrics
-from rl.packing import Shape
-from rl.rollouts import StepRollouts
-from rl.run_checkpoint import RunCheckpointer, RunPosition, committed, resume
-from rl.runtime.progress import Progress
-from rl.runtime.run_files import CHECKPOINTS, METRICS_FILE, ROUNDS_FILE
-from rl.runtime.signals import SAVING, Stopped, Watch
-from rl.runtime.waits import Deadline
-from rl.step import StepRecord, speed_metrics, train_step
-from rl.system import System
-from rl.warm_up.step_seconds import SecondsRecord, after_step, go_on
-from rl.workers.ahead_engine import AheadEngine
+from reprise.models.folder import Folder
+from reprise.models.transformer import Params
+from reprise.rl import setup
+from reprise.rl.checkpoint.best import BestRecord
+from reprise.rl.checkpoint.checkpointer import Checkpointer
+from reprise.rl.cluster.processes import ALONE, Processes
+from reprise.rl.config import RunConfig, TrainConfig
+from reprise.rl.engine.stats import save_timeline
+from reprise.rl.engine.worker_record import WorkerLog
+from reprise.rl.evaluation import RunEvaluation
+from reprise.rl.inputs import Inputs
+from reprise.rl.learner import logprobs, trainer
+from reprise.rl.learner.optimizer import SavedArrays, TrainState
+from reprise.rl.learning_checks import LearningWatch
+from reprise.rl.metrics.writer import MetricsWriter, RowsOnly, Timings, lost_rows, read_metrics
+from reprise.rl.packing import Shape
+from reprise.rl.rollouts import StepRollouts
+from reprise.rl.run_checkpoint import RunCheckpointer, RunPosition, committed, resume
+from reprise.rl.runtime.progress import Progress
+from reprise.rl.runtime.run_files import CHECKPOINTS, METRICS_FILE, ROUNDS_FILE
+from reprise.rl.runtime.signals import SAVING, Stopped, Watch
+from reprise.rl.runtime.waits import Deadline
+from reprise.rl.step import StepRecord, speed_metrics, train_step
+from reprise.rl.system import System
+from reprise.rl.warm_up.step_seconds import SecondsRecord, after_step, go_on
+from reprise.rl.workers.ahead_engine import AheadEngine
 
 if TYPE_CHECKING:
-    from rl.pipeline import PipelineRollouts
+    from reprise.rl.pipeline import PipelineRollouts
 
 MAX_SKIPPED_STEPS = 5  # in a row under Trainer.on_nonfinite = "skip": it will not recover
 
@@ -202,7 +202,7 @@ def open_rollouts(
     """
     config, engine = system.config, system.engine
     if config.sched.mode == "pipeline":
-        from rl.pipeline import PipelineRollouts
+        from reprise.rl.pipeline import PipelineRollouts
 
         with PipelineRollouts(system, first_step, stale_params) as pipeline:
             pipeline.load_state(state)

@@ -17,16 +17,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models import hf, kv_cache, paged_cache
-from models.config import ModelConfig, param_specs, trained_specs
-from models.layout import CACHE_AXES, ENTRY_AXES, axis_ways, rollout_tensor, shard_shape
-from rl.config import TrainConfig, drafter_shape
-from rl.engine import cache_ops
-from rl.first_programs import evaluation_engine, rollout_reach
-from rl.learner import critic
-from rl.learner.optimizer import make_optimizer
-from rl.runtime.run_files import resolve_path
-from rl.warm_up.rollout_programs import Reach
+from reprise.models import hf, kv_cache, paged_cache
+from reprise.models.config import ModelConfig, param_specs, trained_specs
+from reprise.models.layout import CACHE_AXES, ENTRY_AXES, axis_ways, rollout_tensor, shard_shape
+from reprise.rl.config import TrainConfig, drafter_shape
+from reprise.rl.engine import cache_ops
+from reprise.rl.first_programs import evaluation_engine, rollout_reach
+from reprise.rl.learner import critic
+from reprise.rl.learner.optimizer import make_optimizer
+from reprise.rl.runtime.run_files import resolve_path
+from reprise.rl.warm_up.rollout_programs import Reach
 
 TRAINING, ROLLOUTS = "training", "rollouts"
 USABLE_SHARE = 0.9  # of a device's memory: figures are extrapolated, and allocators leave gaps
@@ -273,7 +273,7 @@ def _rollouts(
     }
     drafters = []
     if shape is not None:
-        from spec.eagle import model as eagle
+        from reprise.spec.eagle import model as eagle
 
         whole = _Shards(dict.fromkeys(mesh.sizes, 1))
         drafters.append((shape.layer, whole.params(eagle.param_specs(shape), dtype)))

@@ -13,12 +13,12 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from models import gguf_header, hf_files
-from models.config import ModelConfig, num_params
-from rl.config import TrainConfig
-from rl.gin.loader import dump
-from rl.metrics.writer import Row
-from rl.run_folder import Launch
+from reprise.models import gguf_header, hf_files
+from reprise.models.config import ModelConfig, num_params
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.loader import dump
+from reprise.rl.metrics.writer import Row
+from reprise.rl.run_folder import Launch
 
 CARD = "README.md"
 MAX_CHARACTERS = 300  # of one text from outside

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from models.attention import Packing
+    from reprise.models.attention import Packing
 
 
 SAMPLES_PER_ROW = 16  # a micro-batch holds at most this many responses for each of its rows
@@ -183,7 +183,7 @@ def _fill_rows(responses: Sequence[Response], shape: Shape) -> list[Row]:
 
 def lay_out(responses: Sequence[Response], rows: Sequence[Row], shape: Shape) -> Layout:
     """Return the arrays of one micro-batch of `plan`; rows that it does not fill are padding."""
-    from models.attention import Packing
+    from reprise.models.attention import Packing
 
     T, zeros_5BT = shape.length, np.zeros((5, shape.rows, shape.length), np.int32)
     tokens_BT, targets_BT, positions_BT, prompt_BT, branch_BT = zeros_5BT

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from models.transformer import Params
-from rl.collected import (
+from reprise.models.transformer import Params
+from reprise.rl.collected import (
     ResultCollector,
     Scored,
     StepPrompts,
@@ -28,12 +28,12 @@ from rl.collected import (
     held_state,
     load_held,
 )
-from rl.engine.rollout_spec import RolloutSpec
-from rl.engine.stats import EngineStats
-from rl.learner.optimizer import TrainState
-from rl.metrics.writer import Timings
-from rl.responses import Responses
-from rl.rollouts import (
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.engine.stats import EngineStats
+from reprise.rl.learner.optimizer import TrainState
+from reprise.rl.metrics.writer import Timings
+from reprise.rl.responses import Responses
+from reprise.rl.rollouts import (
     Prompts,
     Rollouts,
     left_out,
@@ -43,17 +43,17 @@ from rl.rollouts import (
     requests_of,
     spec_of,
 )
-from rl.runtime.signals import Stopped
-from rl.system import HostWeights, System
-from rl.trajectory import Request
-from rl.workers.multi_engine import MultiEngine
-from sched.policies.histopipe import HistoPipe, HistoPipeConfig, Pace, Tau, tau_of
-from sched.policies.steps import StepOrder
-from sched.protocol import Scheduler
-from sched.simulator.roofline import Costs
-from spec.reuse.prefix_rule import PrefixRule
-from spec.reuse.rollout_cache import RolloutCache
-from spec.sampling import NOISE_NAMES, step_key
+from reprise.rl.runtime.signals import Stopped
+from reprise.rl.system import HostWeights, System
+from reprise.rl.trajectory import Request
+from reprise.rl.workers.multi_engine import MultiEngine
+from reprise.sched.policies.histopipe import HistoPipe, HistoPipeConfig, Pace, Tau, tau_of
+from reprise.sched.policies.steps import StepOrder
+from reprise.sched.protocol import Scheduler
+from reprise.sched.simulator.roofline import Costs
+from reprise.spec.reuse.prefix_rule import PrefixRule
+from reprise.spec.reuse.rollout_cache import RolloutCache
+from reprise.spec.sampling import NOISE_NAMES, step_key
 
 ALL_STEPS = 0  # requests are numbered over all steps: one noise key serves them
 MAX_NUMBERS = 2**26  # of requests whose noise repeats: more than two steps have

@@ -13,41 +13,48 @@ from typing import Any
 
 import numpy as np
 
-from models.config import ModelConfig
-from models.folder import replace_file
-from models.transformer import Params
-from rl import drafter_run
-from rl.cluster.actors import Actor, ActorSettings, Handle, Starts
-from rl.cluster.join import DRAFT_MODEL, POLICY
-from rl.config import TrainConfig, drafter_shape, recipe
-from rl.drafter_run import AnyDrafter
-from rl.drafting.plans import MeasuredSeconds, Planner
-from rl.drafting.workers import DraftingActors
-from rl.drafting_run import have_idle_help, make_planner, open_actors
-from rl.engine.engine import Engine, RolloutEngine
-from rl.inputs import Inputs
-from rl.learner.optimizer import TrainState
-from rl.ray_workers.place import Bounds, LearnedSettings, Measured, RayPlace, Shared, WorkerSettings
-from rl.rewards.pool import RewardPool
-from rl.rewards.scores import Rewards
-from rl.runtime.parallel_compile import OnCompiled
-from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
-from rl.runtime.waits import POLL_S
-from rl.setup import RunBuilder
-from rl.speculation.device_drafters import DraftModel
-from rl.speculation.history_workers import HistoryWorkers
-from rl.speculation.sources import Speculation, history_rule
-from rl.system import System
-from rl.warm_up import compile_buckets
-from rl.warm_up.measured_run import MoveTimes, read_moves, read_rounds
-from rl.warm_up.rollout_programs import Reach
-from rl.workers.ahead_engine import AheadEngine
-from rl.workers.multi_engine import MultiEngine
-from sched.simulator.measured_costs import MeasuredCosts
-from spec.buckets import buckets
-from spec.budget.config import MODEL
-from spec.reuse.rollout_cache import RolloutCache
-from spec.round_times import RoundTimes
+from reprise.models.config import ModelConfig
+from reprise.models.folder import replace_file
+from reprise.models.transformer import Params
+from reprise.rl import drafter_run
+from reprise.rl.cluster.actors import Actor, ActorSettings, Handle, Starts
+from reprise.rl.cluster.join import DRAFT_MODEL, POLICY
+from reprise.rl.config import TrainConfig, drafter_shape, recipe
+from reprise.rl.drafter_run import AnyDrafter
+from reprise.rl.drafting.plans import MeasuredSeconds, Planner
+from reprise.rl.drafting.workers import DraftingActors
+from reprise.rl.drafting_run import have_idle_help, make_planner, open_actors
+from reprise.rl.engine.engine import Engine, RolloutEngine
+from reprise.rl.inputs import Inputs
+from reprise.rl.learner.optimizer import TrainState
+from reprise.rl.ray_workers.place import (
+    Bounds,
+    LearnedSettings,
+    Measured,
+    RayPlace,
+    Shared,
+    WorkerSettings,
+)
+from reprise.rl.rewards.pool import RewardPool
+from reprise.rl.rewards.scores import Rewards
+from reprise.rl.runtime.parallel_compile import OnCompiled
+from reprise.rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
+from reprise.rl.runtime.waits import POLL_S
+from reprise.rl.setup import RunBuilder
+from reprise.rl.speculation.device_drafters import DraftModel
+from reprise.rl.speculation.history_workers import HistoryWorkers
+from reprise.rl.speculation.sources import Speculation, history_rule
+from reprise.rl.system import System
+from reprise.rl.warm_up import compile_buckets
+from reprise.rl.warm_up.measured_run import MoveTimes, read_moves, read_rounds
+from reprise.rl.warm_up.rollout_programs import Reach
+from reprise.rl.workers.ahead_engine import AheadEngine
+from reprise.rl.workers.multi_engine import MultiEngine
+from reprise.sched.simulator.measured_costs import MeasuredCosts
+from reprise.spec.buckets import buckets
+from reprise.spec.budget.config import MODEL
+from reprise.spec.reuse.rollout_cache import RolloutCache
+from reprise.spec.round_times import RoundTimes
 
 SPARE_CPUS = 2  # of a Ray that a run starts, in addition to workers and services
 
@@ -141,7 +148,7 @@ def open_workers(
     requests, or learn for `drafter`, if it has spot training. Raises ProgramLost if they cannot
     start.
     """
-    from rl.cluster.ray_session import open_ray, reserve, share
+    from reprise.rl.cluster.ray_session import open_ray, reserve, share
 
     cluster, sched, limit_s = config.cluster, config.sched, config.cluster.deadline_s
     count, files = config.num_verifying, {POLICY: str(inputs.policy)}
@@ -179,7 +186,7 @@ def open_workers(
 @contextlib.contextmanager
 def _draft_server(room: Starts, settings: ActorSettings) -> Iterator[Handle]:
     """Start the central draft server."""
-    target = "rl.workers.group_drafts:GroupDrafts"
+    target = "reprise.rl.workers.group_drafts:GroupDrafts"
     server = Actor("draft server", target, (), settings, room, 0, restarts=False)
     with contextlib.closing(server):
         server.call("exchange", "", 1, (), (), {}, limit_s=settings.start_s).result()
@@ -196,7 +203,7 @@ def _place(
     drafts: Handle | None,
 ) -> RayPlace:
     """Return the place of a worker, whose actor starts."""
-    number, target = worker.number, "rl.ray_workers.actor:WorkerActor"
+    number, target = worker.number, "reprise.rl.ray_workers.actor:WorkerActor"
     args = f"worker {number}", target, (worker, drafts), settings, room, number
     return RayPlace(
         number,
@@ -289,7 +296,7 @@ def open_history(
     if config.speculation.history_source is None or not count:
         yield None
         return
-    from rl.cluster.ray_session import reserve
+    from reprise.rl.cluster.ray_session import reserve
 
     settings = ActorSettings({}, limit_s, 2 * limit_s, say)
     with reserve(count, f"Cluster.history_workers={count}", 2 * limit_s) as room:

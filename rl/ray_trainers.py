@@ -22,11 +22,12 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from pathlib import Path
 from typing import IO
 
-from rl.cluster import ray_session
-from rl.cluster.actors import Actor
-from rl.runtime.waits import POLL_S, ROOT, ProgramLost
+from reprise import IMPORT_ROOT
+from reprise.rl.cluster import ray_session
+from reprise.rl.cluster.actors import Actor
+from reprise.rl.runtime.waits import POLL_S, ProgramLost
 
-COMMAND = (sys.executable, "-m", "rl.launch")
+COMMAND = (sys.executable, "-m", "reprise.rl.launch")
 LISTEN_S = 1.0  # of a call of `Trainer.listen`
 LAST_LINES_S = 2.0  # after the end of a process, whose pipes its children may hold open
 ENDING_S = 5.0  # for killed processes to end
@@ -69,7 +70,7 @@ class Trainer:
                 f"expected the folder {start.directory}, where the run was started, on "
                 f"{socket.gethostname()} too: start it in one that all hosts share"
             )
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [IMPORT_ROOT, os.environ.get("PYTHONPATH")]))
         self._process = process = subprocess.Popen(
             self._command,
             cwd=start.directory,

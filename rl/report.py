@@ -13,16 +13,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from models.folder import Folder
-from rl.metrics.run_summary import summary_lines
-from rl.metrics.writer import Row, spread
-from rl.reports import page as report_page
-from rl.reports import plots as report_plots
-from rl.reports.comparison import comparison
-from rl.reports.evaluations import eval_table
-from rl.reports.runs import ReportError, Run, load_runs, summary_table
-from rl.runtime.progress import aligned, say
-from rl.runtime.run_files import REPORT_FOLDER
+from reprise.models.folder import Folder
+from reprise.models.hints import program
+from reprise.rl.metrics.run_summary import summary_lines
+from reprise.rl.metrics.writer import Row, spread
+from reprise.rl.reports import page as report_page
+from reprise.rl.reports import plots as report_plots
+from reprise.rl.reports.comparison import comparison
+from reprise.rl.reports.evaluations import eval_table
+from reprise.rl.reports.runs import ReportError, Run, load_runs, summary_table
+from reprise.rl.runtime.progress import aligned, say
+from reprise.rl.runtime.run_files import REPORT_FOLDER
 
 PAGE_FILE = "index.html"
 
@@ -76,7 +77,7 @@ def write_report(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0, or 2 with a message if there is nothing to report."""
-    parser = argparse.ArgumentParser(prog="python -m rl.report", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program("report"), description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder; several are overlaid")
     parser.add_argument("--output", metavar="DIR", help="default: report/ in the first run folder")
     parser.add_argument(

@@ -25,19 +25,19 @@ from typing import Any
 
 import numpy as np
 
-from models.tokenizer import Tokenizer
-from rl.cluster.processes import ALONE, Diverged, Processes
-from rl.data.tasks import Example
-from rl.engine.stats import CachedCounts, EngineStats, PoolCounts, RoundRecord, joined
-from rl.engine.worker_record import WorkerEvent, WorkerPart, moved
-from rl.learner.advantages import informative_groups
-from rl.rewards.process import RewardWorkerError
-from rl.rewards.scores import Rewards, Score, ScoreJob
-from rl.runtime.signals import Stopped
-from rl.runtime.waits import Hang
-from rl.trajectory import FinishReason, NonFiniteLogits, Request, Trajectory
-from rl.workers.messages import WorkerError
-from spec.config import SamplingConfig
+from reprise.models.tokenizer import Tokenizer
+from reprise.rl.cluster.processes import ALONE, Diverged, Processes
+from reprise.rl.data.tasks import Example
+from reprise.rl.engine.stats import CachedCounts, EngineStats, PoolCounts, RoundRecord, joined
+from reprise.rl.engine.worker_record import WorkerEvent, WorkerPart, moved
+from reprise.rl.learner.advantages import informative_groups
+from reprise.rl.rewards.process import RewardWorkerError
+from reprise.rl.rewards.scores import Rewards, Score, ScoreJob
+from reprise.rl.runtime.signals import Stopped
+from reprise.rl.runtime.waits import Hang
+from reprise.rl.trajectory import FinishReason, NonFiniteLogits, Request, Trajectory
+from reprise.rl.workers.messages import WorkerError
+from reprise.spec.config import SamplingConfig
 
 UNSCORED = Score({}, None)
 TOKEN_FIELDS = "response_ids", "logprobs", "emission_logprobs", "policy_versions", "origins"

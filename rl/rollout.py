@@ -14,16 +14,16 @@ from collections.abc import Sequence
 
 import jax
 
-from models import transformer
-from models.config import ModelConfig
-from models.tokenizer import Tokenizer, fitted
-from rl.engine.engine import Engine, OnFinish, OnRound
-from rl.engine.rollout_spec import RolloutSpec, draft_with
-from rl.trajectory import Request, Trajectory
-from spec.budget.budget import Budget
-from spec.config import SamplingConfig
-from spec.drafter import Drafter
-from spec.sampling import step_key
+from reprise.models import transformer
+from reprise.models.config import ModelConfig
+from reprise.models.tokenizer import Tokenizer, fitted
+from reprise.rl.engine.engine import Engine, OnFinish, OnRound
+from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
+from reprise.rl.trajectory import Request, Trajectory
+from reprise.spec.budget.budget import Budget
+from reprise.spec.config import SamplingConfig
+from reprise.spec.drafter import Drafter
+from reprise.spec.sampling import step_key
 
 
 def generate(

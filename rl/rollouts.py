@@ -19,22 +19,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from models.transformer import Params
-from rl.data.prompts import MAX_PASSED_OVER, UnreadableExample, prompts_for_step
-from rl.data.tasks import Example
-from rl.engine.engine import OnRound, RolloutEngine
-from rl.engine.rollout_spec import DrafterFactory, RolloutSpec
-from rl.engine.stats import EngineStats, joined
-from rl.learner.advantages import informative_groups
-from rl.learner.optimizer import TrainState
-from rl.metrics.writer import Timings
-from rl.responses import Responses, Scorer, scored_rewards
-from rl.rewards.scores import Score
-from rl.system import System
-from rl.trajectory import NonFiniteLogits, Prompt, Request, Trajectory
-from rl.workers.ahead_engine import AheadEngine, ComingStep, Prefetched
-from spec.reuse.prefix_rule import PrefixRule
-from spec.reuse.rollout_cache import RolloutCache
+from reprise.models.transformer import Params
+from reprise.rl.data.prompts import MAX_PASSED_OVER, UnreadableExample, prompts_for_step
+from reprise.rl.data.tasks import Example
+from reprise.rl.engine.engine import OnRound, RolloutEngine
+from reprise.rl.engine.rollout_spec import DrafterFactory, RolloutSpec
+from reprise.rl.engine.stats import EngineStats, joined
+from reprise.rl.learner.advantages import informative_groups
+from reprise.rl.learner.optimizer import TrainState
+from reprise.rl.metrics.writer import Timings
+from reprise.rl.responses import Responses, Scorer, scored_rewards
+from reprise.rl.rewards.scores import Score
+from reprise.rl.system import System
+from reprise.rl.trajectory import NonFiniteLogits, Prompt, Request, Trajectory
+from reprise.rl.workers.ahead_engine import AheadEngine, ComingStep, Prefetched
+from reprise.spec.reuse.prefix_rule import PrefixRule
+from reprise.spec.reuse.rollout_cache import RolloutCache
 
 NO_PREFETCH = Prefetched()
 

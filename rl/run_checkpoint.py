@@ -9,32 +9,32 @@ from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
-from models.config import trained_specs
-from models.folder import Folder
-from models.transformer import Params
-from rl.checkpoint import reader
-from rl.checkpoint.best import BestRecord
-from rl.checkpoint.checkpointer import Checkpointer, LinkedFiles
-from rl.checkpoint.folders import step_folder
-from rl.checkpoint.manifest import Content
-from rl.checkpoint.reader import NoWholeCheckpointError
-from rl.config import TrainConfig, drafter_shape, recipe
-from rl.data.prompts import UnreadableExample
-from rl.evaluation import RunEvaluation
-from rl.inputs import Inputs
-from rl.learner import critic, trainer
-from rl.learner.optimizer import SavedArrays, TrainState, make_optimizer, state_shapes
-from rl.learning_checks import NotLearning
-from rl.metrics.writer import MetricsWriter
-from rl.responses import AGREED, PeerFailed
-from rl.rollouts import StepRollouts
-from rl.runtime.run_files import NEWEST_FILE
-from rl.runtime.signals import SAVING
-from rl.system import System
-from spec.reuse.rollout_cache import RolloutCache
+from reprise.models.config import trained_specs
+from reprise.models.folder import Folder
+from reprise.models.transformer import Params
+from reprise.rl.checkpoint import reader
+from reprise.rl.checkpoint.best import BestRecord
+from reprise.rl.checkpoint.checkpointer import Checkpointer, LinkedFiles
+from reprise.rl.checkpoint.folders import step_folder
+from reprise.rl.checkpoint.manifest import Content
+from reprise.rl.checkpoint.reader import NoWholeCheckpointError
+from reprise.rl.config import TrainConfig, drafter_shape, recipe
+from reprise.rl.data.prompts import UnreadableExample
+from reprise.rl.evaluation import RunEvaluation
+from reprise.rl.inputs import Inputs
+from reprise.rl.learner import critic, trainer
+from reprise.rl.learner.optimizer import SavedArrays, TrainState, make_optimizer, state_shapes
+from reprise.rl.learning_checks import NotLearning
+from reprise.rl.metrics.writer import MetricsWriter
+from reprise.rl.responses import AGREED, PeerFailed
+from reprise.rl.rollouts import StepRollouts
+from reprise.rl.runtime.run_files import NEWEST_FILE
+from reprise.rl.runtime.signals import SAVING
+from reprise.rl.system import System
+from reprise.spec.reuse.rollout_cache import RolloutCache
 
 if TYPE_CHECKING:
-    from rl.pipeline import PipelineRollouts
+    from reprise.rl.pipeline import PipelineRollouts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,8 +222,8 @@ def saved_shapes(config: TrainConfig, inputs: Inputs) -> SavedArrays:
     behind = state.params if config.sched.mode == "pipeline" else None
     drafter, shape = None, drafter_shape(config, model)
     if shape is not None:
-        from spec.eagle import model as eagle
-        from spec.eagle.training import state_of
+        from reprise.spec.eagle import model as eagle
+        from reprise.spec.eagle.training import state_of
 
         init = lambda: eagle.init(shape, jax.random.key(0))  # noqa: E731
         drafter = jax.eval_shape(lambda: state_of(config.drafter_training, init()))

@@ -13,23 +13,23 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from models import hf, hf_files, tokenizer_files
-from models.config import trained_specs, with_adapters
-from models.folder import held
-from models.tokenizer import copy_files
-from models.transformer import Params
-from rl import identity, model_card
-from rl.checkpoint import reader
-from rl.checkpoint.reader import NoWholeCheckpointError
-from rl.config import TrainConfig
-from rl.inputs import Inputs
-from rl.learner.optimizer import SavedArrays
-from rl.metrics.writer import read_metrics
-from rl.model_card import Form, History
-from rl.run_folder import read_launches, today
-from rl.runtime.run_files import CHECKPOINTS, DRAFTER, METRICS_FILE, POLICY
-from spec.eagle.files import Engine
-from spec.sampling import SamplingConfig
+from reprise.models import hf, hf_files, tokenizer_files
+from reprise.models.config import trained_specs, with_adapters
+from reprise.models.folder import held
+from reprise.models.tokenizer import copy_files
+from reprise.models.transformer import Params
+from reprise.rl import identity, model_card
+from reprise.rl.checkpoint import reader
+from reprise.rl.checkpoint.reader import NoWholeCheckpointError
+from reprise.rl.config import TrainConfig
+from reprise.rl.inputs import Inputs
+from reprise.rl.learner.optimizer import SavedArrays
+from reprise.rl.metrics.writer import read_metrics
+from reprise.rl.model_card import Form, History
+from reprise.rl.run_folder import read_launches, today
+from reprise.rl.runtime.run_files import CHECKPOINTS, DRAFTER, METRICS_FILE, POLICY
+from reprise.spec.eagle.files import Engine
+from reprise.spec.sampling import SamplingConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,9 +160,9 @@ def write_drafter(
     are the policy's of the run's newest checkpoint, else of the finished policy.
     Raises NoWholeCheckpointError, StructureMismatchError, and as `drafter_folder.write` does.
     """
-    from rl.drafter_run import open_drafter
-    from rl.drafter_training import export as drafter_folder
-    from spec.eagle.training import DrafterState
+    from reprise.rl.drafter_run import open_drafter
+    from reprise.rl.drafter_training import export as drafter_folder
+    from reprise.spec.eagle.training import DrafterState
 
     start = open_drafter(config, inputs)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), start.params)

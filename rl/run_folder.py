@@ -20,16 +20,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import rl
-from models.folder import Folder, held, read_plain
-from rl.checkpoint import manifest as checkpoint_manifest
-from rl.checkpoint.best import read_record
-from rl.checkpoint.folders import list_steps, step_folder
-from rl.config import TrainConfig
-from rl.gin.loader import ConfigError, dump
-from rl.metrics.writer import read_metrics
-from rl.runtime import devices
-from rl.runtime.run_files import (
+from reprise import __version__
+from reprise.models.folder import Folder, held, read_plain
+from reprise.models.hints import program
+from reprise.rl.checkpoint import manifest as checkpoint_manifest
+from reprise.rl.checkpoint.best import read_record
+from reprise.rl.checkpoint.folders import list_steps, step_folder
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.loader import ConfigError, dump
+from reprise.rl.metrics.writer import read_metrics
+from reprise.rl.runtime import devices
+from reprise.rl.runtime.run_files import (
     CHECKPOINTS,
     CONFIG_FILE,
     DRAFTER_MODEL,
@@ -42,7 +43,7 @@ from rl.runtime.run_files import (
     ROUNDS_FILE,
     resolve_path,
 )
-from rl.warm_up.measured_run import read_rounds
+from reprise.rl.warm_up.measured_run import read_rounds
 
 # Settings that define the experiment, without settings of speed and place.
 _EXPERIMENT = ("Task", "Reward", "Policy", "Algorithm", "Critic", "Sampling", "Reuse")
@@ -177,7 +178,7 @@ def standing(folder: Path) -> tuple[int, str]:
 
 
 def resume_command(folder: Path) -> str:
-    return f"python -m rl.train --resume --gin.Run.directory={shlex.quote(str(folder))}"
+    return f"{program('train')} --resume --gin.Run.directory={shlex.quote(str(folder))}"
 
 
 # --- checks -----------------------------------------------------------------------
@@ -259,7 +260,7 @@ def _check_can_go_on(folder: Folder) -> None:
             f"--resume: {path} holds a {CONFIG_FILE}, but no run: name the run with "
             "--gin.Run.directory=…"
         )
-    from rl.warm_up.step_seconds import SecondsRecord  # which loads the budgets
+    from reprise.rl.warm_up.step_seconds import SecondsRecord  # which loads the budgets
 
     read_rounds(path / ROUNDS_FILE)
     SecondsRecord(folder)
@@ -270,7 +271,7 @@ def _check_can_go_on(folder: Folder) -> None:
     if folder.is_folder(CHECKPOINTS) and not folder.exists(NEWEST_FILE):
         return  # killed before the first checkpoint counted
     step = folder.read(NEWEST_FILE, 100).decode().strip() if folder.exists(NEWEST_FILE) else "?"
-    again = f"python -m rl.train --gin_file={shlex.quote(str(path / CONFIG_FILE))}"
+    again = f"{program('train')} --gin_file={shlex.quote(str(path / CONFIG_FILE))}"
     raise ConfigError(
         f"--resume: {path} has metrics of {rows[-1]['step']} steps, and its newest checkpoint (of "
         f"step {step}) is gone from {path / CHECKPOINTS}: bring it back (is its disk mounted?), or "
@@ -350,7 +351,7 @@ def note_launch(folder: Path, after_step: int, changes: Sequence[Change] = ()) -
         after_step,
         today(),
         devices.device(),
-        {"reprise": rl.__version__} | devices.versions(),
+        {"reprise": __version__} | devices.versions(),
         list(map(str, changes)),
     )
     run = Folder(folder)

@@ -15,39 +15,40 @@ from typing import Any
 
 from jax.errors import JaxRuntimeError
 
-from models import lora, peft_files
-from models.hf_files import WeightsError
-from rl import adapter_base, identity, memory, run_export, run_folder
-from rl.checkpoint.checkpointer import SaveError
-from rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
-from rl.cluster import join
-from rl.cluster.config import ClusterConfig
-from rl.cluster.processes import Diverged, Processes, ProcessLost
-from rl.config import TrainConfig
-from rl.data.prompts import UnreadableExample
-from rl.disk_plan import disk_plan
-from rl.gin.loader import ConfigError, dump
-from rl.inputs import Inputs, remarks
-from rl.learner.gathering import host_copy
-from rl.learner.gradient_accumulation import NonFiniteUpdate, NonFiniteWeights
-from rl.learner.optimizer import TrainState
-from rl.learning_checks import NotLearning
-from rl.loop import train
-from rl.metrics.run_summary import summary_lines
-from rl.metrics.writer import DamagedRowError, read_metrics, step_rows
-from rl.responses import PeerFailed
-from rl.rewards.process import RewardWorkerError
-from rl.run_checkpoint import check_can_resume
-from rl.runtime import devices, disk
-from rl.runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
-from rl.runtime.parallel_compile import TooManyMappings, keep_programs
-from rl.runtime.progress import Progress, progress, say
-from rl.runtime.run_files import ADAPTER, CHECKPOINTS, DRAFTER_MODEL, METRICS_FILE, POLICY
-from rl.runtime.signals import EXPORTING, Limits, Stopped, Watch, leave
-from rl.runtime.waits import Hang, ProgramLost
-from rl.setup import open_mesh
-from rl.trajectory import NonFiniteLogits
-from rl.workers.messages import WorkerError
+from reprise.models import lora, peft_files
+from reprise.models.hf_files import WeightsError
+from reprise.models.hints import program
+from reprise.rl import adapter_base, identity, memory, run_export, run_folder
+from reprise.rl.checkpoint.checkpointer import SaveError
+from reprise.rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
+from reprise.rl.cluster import join
+from reprise.rl.cluster.config import ClusterConfig
+from reprise.rl.cluster.processes import Diverged, Processes, ProcessLost
+from reprise.rl.config import TrainConfig
+from reprise.rl.data.prompts import UnreadableExample
+from reprise.rl.disk_plan import disk_plan
+from reprise.rl.gin.loader import ConfigError, dump
+from reprise.rl.inputs import Inputs, remarks
+from reprise.rl.learner.gathering import host_copy
+from reprise.rl.learner.gradient_accumulation import NonFiniteUpdate, NonFiniteWeights
+from reprise.rl.learner.optimizer import TrainState
+from reprise.rl.learning_checks import NotLearning
+from reprise.rl.loop import train
+from reprise.rl.metrics.run_summary import summary_lines
+from reprise.rl.metrics.writer import DamagedRowError, read_metrics, step_rows
+from reprise.rl.responses import PeerFailed
+from reprise.rl.rewards.process import RewardWorkerError
+from reprise.rl.run_checkpoint import check_can_resume
+from reprise.rl.runtime import devices, disk
+from reprise.rl.runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
+from reprise.rl.runtime.parallel_compile import TooManyMappings, keep_programs
+from reprise.rl.runtime.progress import Progress, progress, say
+from reprise.rl.runtime.run_files import ADAPTER, CHECKPOINTS, DRAFTER_MODEL, METRICS_FILE, POLICY
+from reprise.rl.runtime.signals import EXPORTING, Limits, Stopped, Watch, leave
+from reprise.rl.runtime.waits import Hang, ProgramLost
+from reprise.rl.setup import open_mesh
+from reprise.rl.trajectory import NonFiniteLogits
+from reprise.rl.workers.messages import WorkerError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,7 +274,7 @@ class _RunProcess:
         except (OSError, ValueError) as error:
             return self._ended(f"the policy could not be written: {error}", show)
         self._show_summary(show)
-        show.message(f"done; {text}; python -m rl.report {shlex.quote(str(folder))}")
+        show.message(f"done; {text}; {program('report')} {shlex.quote(str(folder))}")
         return 0
 
     def _show_summary(self, show: Progress) -> None:

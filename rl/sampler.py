@@ -13,30 +13,30 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from models.config import param_specs
-from models.lora import trained_part
-from models.transformer import Params
-from rl import setup
-from rl.config import TrainConfig
-from rl.engine.engine import Engine, OnRound
-from rl.engine.rollout_spec import DrafterFactory, RolloutSpec, draft_with
-from rl.inputs import Inputs
-from rl.learner.data import Datum
-from rl.learner.drawn import DrawnResponses
-from rl.learner.gathering import laid_out
-from rl.learner.objectives import target_logprobs
-from rl.learner.trainer import Learner, cast_params
-from rl.runtime.parallel_compile import OnCompiled, unwatched
-from rl.speculation.reuse import remember
-from rl.speculation.sources import Speculation
-from rl.trajectory import Request, Trajectory
-from rl.warm_up import compile_buckets, kept_rounds, round_times
-from rl.warm_up.rollout_programs import Reach
-from spec.budget.config import parse_budget
-from spec.config import SamplingConfig
-from spec.drafter import Drafter
-from spec.reuse.rollout_cache import RolloutCache
-from spec.sampling import step_key
+from reprise.models.config import param_specs
+from reprise.models.lora import trained_part
+from reprise.models.transformer import Params
+from reprise.rl import setup
+from reprise.rl.config import TrainConfig
+from reprise.rl.engine.engine import Engine, OnRound
+from reprise.rl.engine.rollout_spec import DrafterFactory, RolloutSpec, draft_with
+from reprise.rl.inputs import Inputs
+from reprise.rl.learner.data import Datum
+from reprise.rl.learner.drawn import DrawnResponses
+from reprise.rl.learner.gathering import laid_out
+from reprise.rl.learner.objectives import target_logprobs
+from reprise.rl.learner.trainer import Learner, cast_params
+from reprise.rl.runtime.parallel_compile import OnCompiled, unwatched
+from reprise.rl.speculation.reuse import remember
+from reprise.rl.speculation.sources import Speculation
+from reprise.rl.trajectory import Request, Trajectory
+from reprise.rl.warm_up import compile_buckets, kept_rounds, round_times
+from reprise.rl.warm_up.rollout_programs import Reach
+from reprise.spec.budget.config import parse_budget
+from reprise.spec.config import SamplingConfig
+from reprise.spec.drafter import Drafter
+from reprise.spec.reuse.rollout_cache import RolloutCache
+from reprise.spec.sampling import step_key
 
 Prompt = str | Sequence[int]
 

@@ -22,16 +22,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from models.hints import install_hint
-from rl.config import TrainConfig
-from rl.gin.command_line import config_parser, parse_command_line
-from rl.gin.loader import ConfigError
-from rl.runtime import devices
-from rl.runtime.exit_codes import EXIT_USAGE
-from rl.runtime.parallel_compile import keep_programs
-from rl.runtime.progress import progress, say
-from rl.runtime.run_files import resolve_path
-from rl.runtime.signals import leave
+from reprise.models.hints import install_hint
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.command_line import config_parser, parse_command_line
+from reprise.rl.gin.loader import ConfigError
+from reprise.rl.runtime import devices
+from reprise.rl.runtime.exit_codes import EXIT_USAGE
+from reprise.rl.runtime.parallel_compile import keep_programs
+from reprise.rl.runtime.progress import progress, say
+from reprise.rl.runtime.run_files import resolve_path
+from reprise.rl.runtime.signals import leave
 
 KEY = "REPRISE_API_KEY"
 RANK = "Policy.lora_rank=32"
@@ -42,7 +42,7 @@ TARGETS = "Policy.lora_targets=('attention', 'mlp', 'head')"
 
 def main(argv: Sequence[str]) -> int:
     """Parse, check, load, serve until a signal; return the exit code."""
-    parser = config_parser("rl.serve", __doc__)
+    parser = config_parser("serve", __doc__)
     parser.add_argument("--policy", required=True, metavar="DIR", help="a Hugging Face folder")
     parser.add_argument("--name", help="the model's name for clients (default: --policy as given)")
     parser.add_argument(
@@ -117,10 +117,10 @@ def _open(args: argparse.Namespace, overrides: Sequence[str]) -> Any:
         from google import protobuf  # noqa: F401
     except ImportError as error:
         raise ImportError(f"{error}: {install_hint('serve')}") from error
-    from rl.api import Policy
-    from rl.server.app import make_app
-    from rl.server.records import Records
-    from rl.server.service import Served
+    from reprise.rl.api import Policy
+    from reprise.rl.server.app import make_app
+    from reprise.rl.server.records import Records
+    from reprise.rl.server.service import Served
 
     own = (RANK, TARGETS, BUDGET, *((NODES,) if devices.has_cpus_alone() else ()))
     settings = overrides if args.gin_file else (*own, *overrides)
@@ -141,7 +141,7 @@ def _serve(app: Any, sock: socket.socket, args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; the operation that runs is finished."""
     import uvicorn
 
-    from rl.server.connections import configured
+    from reprise.rl.server.connections import configured
 
     server = uvicorn.Server(configured(app, host=args.host, port=args.port))
     host, port = sock.getsockname()[:2]

@@ -15,48 +15,48 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from models import hf, lora
-from models.config import ModelConfig
-from models.folder import Folder
-from models.layout import axis_ways
-from models.sharding import make_mesh, platform_in_use, rollout_mesh
-from models.transformer import Params
-from rl import first_programs
-from rl.cluster.lockstep import LockstepWatch
-from rl.cluster.processes import ALONE, Processes
-from rl.config import TrainConfig, recipe
-from rl.config_checks import ahead_loss
-from rl.data.prompts import DataOrder
-from rl.engine.engine import Engine, RolloutEngine, ThreadedEngine
-from rl.inputs import Inputs
-from rl.learner import critic, trainer
-from rl.learner.config import TrainSpec, why_other_bits, why_other_bits_on_accelerators
-from rl.learner.gathering import own_devices
-from rl.learner.optimizer import TrainState, init_state, make_optimizer
-from rl.learner.trainer import Learner
-from rl.responses import Partition
-from rl.rewards.pool import RewardPool
-from rl.rewards.scores import Rewards
-from rl.runtime import devices
-from rl.runtime.parallel_compile import OnCompiled
-from rl.runtime.progress import Progress
-from rl.runtime.run_files import ROLLOUTS, spill_folder
-from rl.runtime.signals import Watch
-from rl.runtime.waits import Deadline
-from rl.speculation.device_drafters import DeviceDrafterSource, DraftModel
-from rl.speculation.reuse import Reuse
-from rl.speculation.sources import Speculation
-from rl.system import System
-from rl.warm_up.compile_buckets import LongerBuckets
-from rl.warm_up.rollout_programs import Reach
-from rl.workers.ahead_engine import AheadEngine
-from rl.workers.multi_engine import MultiEngine, make_engines, split_devices
-from spec.budget.config import LEARNED, MODEL
-from spec.reuse.rollout_cache import RolloutCache
+from reprise.models import hf, lora
+from reprise.models.config import ModelConfig
+from reprise.models.folder import Folder
+from reprise.models.layout import axis_ways
+from reprise.models.sharding import make_mesh, platform_in_use, rollout_mesh
+from reprise.models.transformer import Params
+from reprise.rl import first_programs
+from reprise.rl.cluster.lockstep import LockstepWatch
+from reprise.rl.cluster.processes import ALONE, Processes
+from reprise.rl.config import TrainConfig, recipe
+from reprise.rl.config_checks import ahead_loss
+from reprise.rl.data.prompts import DataOrder
+from reprise.rl.engine.engine import Engine, RolloutEngine, ThreadedEngine
+from reprise.rl.inputs import Inputs
+from reprise.rl.learner import critic, trainer
+from reprise.rl.learner.config import TrainSpec, why_other_bits, why_other_bits_on_accelerators
+from reprise.rl.learner.gathering import own_devices
+from reprise.rl.learner.optimizer import TrainState, init_state, make_optimizer
+from reprise.rl.learner.trainer import Learner
+from reprise.rl.responses import Partition
+from reprise.rl.rewards.pool import RewardPool
+from reprise.rl.rewards.scores import Rewards
+from reprise.rl.runtime import devices
+from reprise.rl.runtime.parallel_compile import OnCompiled
+from reprise.rl.runtime.progress import Progress
+from reprise.rl.runtime.run_files import ROLLOUTS, spill_folder
+from reprise.rl.runtime.signals import Watch
+from reprise.rl.runtime.waits import Deadline
+from reprise.rl.speculation.device_drafters import DeviceDrafterSource, DraftModel
+from reprise.rl.speculation.reuse import Reuse
+from reprise.rl.speculation.sources import Speculation
+from reprise.rl.system import System
+from reprise.rl.warm_up.compile_buckets import LongerBuckets
+from reprise.rl.warm_up.rollout_programs import Reach
+from reprise.rl.workers.ahead_engine import AheadEngine
+from reprise.rl.workers.multi_engine import MultiEngine, make_engines, split_devices
+from reprise.spec.budget.config import LEARNED, MODEL
+from reprise.spec.reuse.rollout_cache import RolloutCache
 
 if TYPE_CHECKING:
-    from rl.drafter_run import AnyDrafter, DrafterRun
-    from rl.drafting.workers import DraftingWorkers
+    from reprise.rl.drafter_run import AnyDrafter, DrafterRun
+    from reprise.rl.drafting.workers import DraftingWorkers
 
 
 @contextlib.contextmanager
@@ -125,7 +125,7 @@ def _partition(config: TrainConfig, processes: Processes) -> Partition:
 def _builder(config: TrainConfig, partition: Partition) -> type[RunBuilder]:
     if config.cluster.kind != "ray" and partition.scores_any:
         return RunBuilder
-    from rl import ray_run
+    from reprise.rl import ray_run
 
     return ray_run.RayRunBuilder if partition.scores_any else ray_run.FollowerBuilder
 
@@ -184,7 +184,7 @@ class RunBuilder:
         return DraftModel.load(self.config.draft_model)
 
     def _open_drafter(self, trainer_engine: Engine | None = None) -> DrafterRun:
-        from rl import drafter_run
+        from reprise.rl import drafter_run
 
         start = drafter_run.open_drafter(self.config, self.inputs)
         places = self.stack, self.clock, self.watch.heartbeat, self.partition, trainer_engine
@@ -259,7 +259,7 @@ class RunBuilder:
         settings = self.config.drafting
         if not (settings.drafts_apart or settings.helps):
             return None
-        from rl import drafting_run
+        from reprise.rl import drafting_run
 
         places = engine, speculation, self.clock, self.show.message
         return self.stack.enter_context(drafting_run.take_workers(self.config, *places))
@@ -270,9 +270,9 @@ class RunBuilder:
         """Start the reward workers, which start while programs are traced."""
         config, specs, rewards = self.config, self._specs, None
         if count := config.cluster.scorers:
-            from rl.cluster.actors import ActorSettings
-            from rl.cluster.ray_session import reserve
-            from rl.rewards.scorers import Scorers
+            from reprise.rl.cluster.actors import ActorSettings
+            from reprise.rl.cluster.ray_session import reserve
+            from reprise.rl.rewards.scorers import Scorers
 
             limit_s, cpus = config.cluster.deadline_s, config.reward.workers
             setting = f"Cluster.scorers={count} of Reward.workers={cpus}"
@@ -425,7 +425,7 @@ def _why_other_bits(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) 
 
 def _large_rounds(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> str | None:
     """Return why the memories of a TPU's core do not hold a round's pages and tokens."""
-    from models.kernels.page_attention_tpu import why_too_large
+    from reprise.models.kernels.page_attention_tpu import why_too_large
 
     engines = engine_mesh(config, model, mesh)
     sizes = {} if engines is None else engines.shape

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from models.folder import replace_file
-from rl.gin.command_line import config_parser, parse_command_line
-from rl.gin.loader import load
-from rl.metrics.writer import Row, read_samples
-from rl.reports.style import STYLE
-from rl.runtime.exit_codes import EXIT_USAGE
-from rl.runtime.progress import aligned, say
-from rl.warm_up.measured_run import read_profile
-from sched.policies.divided import POLICIES
-from sched.simulator.cluster import Cluster, Record, WorkerSample, play_policy
-from sched.simulator.roofline import ACCELERATORS, MODELS, Efficiency, Instance
-from sched.simulator.workloads import Workload, draw_lengths, make_requests
+from reprise.models.folder import replace_file
+from reprise.rl.gin.command_line import config_parser, parse_command_line
+from reprise.rl.gin.loader import load
+from reprise.rl.metrics.writer import Row, read_samples
+from reprise.rl.reports.style import STYLE
+from reprise.rl.runtime.exit_codes import EXIT_USAGE
+from reprise.rl.runtime.progress import aligned, say
+from reprise.rl.warm_up.measured_run import read_profile
+from reprise.sched.policies.divided import POLICIES
+from reprise.sched.simulator.cluster import Cluster, Record, WorkerSample, play_policy
+from reprise.sched.simulator.roofline import ACCELERATORS, MODELS, Efficiency, Instance
+from reprise.sched.simulator.workloads import Workload, draw_lengths, make_requests
 
 if TYPE_CHECKING:
     Device: TypeAlias = str
@@ -309,7 +309,7 @@ def positions_at(samples: Sequence[WorkerSample], times: np.ndarray) -> np.ndarr
 
 def main(argv: Sequence[str]) -> int:
     """Parse the command line, play and report it; return the exit code."""
-    parser = config_parser("rl.simulate", __doc__)
+    parser = config_parser("simulate", __doc__)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args, overrides = parse_command_line(parser, argv, SimulateRun)
     try:

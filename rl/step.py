@@ -9,21 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from rl.config import TrainConfig
-from rl.engine.stats import EngineStats
-from rl.eval_sets import task_names
-from rl.learner import trainer
-from rl.learner.advantages import overlong_penalties, response_advantages, reward_statistics
-from rl.learner.optimizer import TrainState
-from rl.learning_checks import check_failures, compared_groups, missing_signal
-from rl.metrics.step_metrics import sample_rows, step_metrics
-from rl.metrics.writer import Timings
-from rl.responses import without_failed_groups
-from rl.rollouts import Rollouts, generate
-from rl.run_checkpoint import RunPosition
-from rl.system import System
-from rl.trajectory import Trajectory
-from rl.warm_up.step_seconds import at_its_pace
+from reprise.rl.config import TrainConfig
+from reprise.rl.engine.stats import EngineStats
+from reprise.rl.eval_sets import task_names
+from reprise.rl.learner import trainer
+from reprise.rl.learner.advantages import overlong_penalties, response_advantages, reward_statistics
+from reprise.rl.learner.optimizer import TrainState
+from reprise.rl.learning_checks import check_failures, compared_groups, missing_signal
+from reprise.rl.metrics.step_metrics import sample_rows, step_metrics
+from reprise.rl.metrics.writer import Timings
+from reprise.rl.responses import without_failed_groups
+from reprise.rl.rollouts import Rollouts, generate
+from reprise.rl.run_checkpoint import RunPosition
+from reprise.rl.system import System
+from reprise.rl.trajectory import Trajectory
+from reprise.rl.warm_up.step_seconds import at_its_pace
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

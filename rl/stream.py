@@ -19,15 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import lora
-from models.config import with_adapters
-from models.transformer import Params
-from rl import setup
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RolloutSpec
-from rl.engine.stats import EngineStats
-from rl.runtime.parallel_compile import OnCompiled, unwatched
-from rl.sampler import (
+from reprise.models import lora
+from reprise.models.config import with_adapters
+from reprise.models.transformer import Params
+from reprise.rl import setup
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.engine.stats import EngineStats
+from reprise.rl.runtime.parallel_compile import OnCompiled, unwatched
+from reprise.rl.sampler import (
     Rollouts,
     Sample,
     Sampler,
@@ -36,14 +36,14 @@ from rl.sampler import (
     open_speculation,
     warm_up,
 )
-from rl.speculation.sources import history_rule
-from rl.trajectory import FinishReason, PartialRequest, Request, Trajectory, check_requests
-from rl.warm_up.step_seconds import loss_text, step_seconds
-from spec.config import SamplingConfig
-from spec.retrieval.group import DraftServer
-from spec.retrieval.history import GrowingHistory
-from spec.reuse.rollout_cache import RolloutCache
-from spec.sampling import NOISE_NAMES, step_key
+from reprise.rl.speculation.sources import history_rule
+from reprise.rl.trajectory import FinishReason, PartialRequest, Request, Trajectory, check_requests
+from reprise.rl.warm_up.step_seconds import loss_text, step_seconds
+from reprise.spec.config import SamplingConfig
+from reprise.spec.retrieval.group import DraftServer
+from reprise.spec.retrieval.history import GrowingHistory
+from reprise.spec.reuse.rollout_cache import RolloutCache
+from reprise.spec.sampling import NOISE_NAMES, step_key
 
 OnFinish = Callable[[list[Sample] | Exception], None]
 RENEWED_AFTER = 10_000  # requests of a rollout, whose tables grow with them; then another opens

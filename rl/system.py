@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from models.lora import trained_part
-from models.sharding import put
-from models.transformer import Params, param_specs
-from rl.cluster.processes import Processes
-from rl.config import TrainConfig
-from rl.data.prompts import DataOrder
-from rl.engine.engine import RolloutEngine
-from rl.inputs import Inputs
-from rl.learner import trainer
-from rl.learner.gathering import (
+from reprise.models.lora import trained_part
+from reprise.models.sharding import put
+from reprise.models.transformer import Params, param_specs
+from reprise.rl.cluster.processes import Processes
+from reprise.rl.config import TrainConfig
+from reprise.rl.data.prompts import DataOrder
+from reprise.rl.engine.engine import RolloutEngine
+from reprise.rl.inputs import Inputs
+from reprise.rl.learner import trainer
+from reprise.rl.learner.gathering import (
     from_shards,
     host_copy,
     laid_out,
@@ -27,20 +27,20 @@ from rl.learner.gathering import (
     own_part,
     own_shards,
 )
-from rl.learner.trainer import Learner
-from rl.responses import Partition, Scorer
-from rl.rewards.scores import Rewards
-from rl.runtime.progress import Progress
-from rl.runtime.signals import Stopped, Watch
-from rl.speculation.reuse import Reuse
-from rl.speculation.sources import Speculation
-from rl.warm_up.compile_buckets import LongerBuckets
-from rl.workers.ahead_engine import AheadEngine
-from spec.reuse.rollout_cache import RolloutCache
+from reprise.rl.learner.trainer import Learner
+from reprise.rl.responses import Partition, Scorer
+from reprise.rl.rewards.scores import Rewards
+from reprise.rl.runtime.progress import Progress
+from reprise.rl.runtime.signals import Stopped, Watch
+from reprise.rl.speculation.reuse import Reuse
+from reprise.rl.speculation.sources import Speculation
+from reprise.rl.warm_up.compile_buckets import LongerBuckets
+from reprise.rl.workers.ahead_engine import AheadEngine
+from reprise.spec.reuse.rollout_cache import RolloutCache
 
 if TYPE_CHECKING:
-    from rl.drafter_run import AnyDrafter
-    from rl.drafting.workers import DraftingWorkers
+    from reprise.rl.drafter_run import AnyDrafter
+    from reprise.rl.drafting.workers import DraftingWorkers
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

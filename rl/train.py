@@ -15,19 +15,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl import identity, run_folder
-from rl.config import TrainConfig
-from rl.gin.command_line import config_parser, parse_command_line
-from rl.gin.loader import ConfigError, dump, load
-from rl.inputs import Inputs, open_inputs
-from rl.metrics.writer import check_installed
-from rl.rewards.check import MAX_ROWS, check_rewards
-from rl.runtime import devices, host_memory
-from rl.runtime.exit_codes import EXIT_USAGE
-from rl.runtime.progress import say
-from rl.runtime.run_files import CHECKPOINTS, CONFIG_FILE
-from rl.runtime.signals import leave
-from rl.unused_settings import unused_settings
+from reprise.models.hints import program
+from reprise.rl import identity, run_folder
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.command_line import config_parser, parse_command_line
+from reprise.rl.gin.loader import ConfigError, dump, load
+from reprise.rl.inputs import Inputs, open_inputs
+from reprise.rl.metrics.writer import check_installed
+from reprise.rl.rewards.check import MAX_ROWS, check_rewards
+from reprise.rl.runtime import devices, host_memory
+from reprise.rl.runtime.exit_codes import EXIT_USAGE
+from reprise.rl.runtime.progress import say
+from reprise.rl.runtime.run_files import CHECKPOINTS, CONFIG_FILE
+from reprise.rl.runtime.signals import leave
+from reprise.rl.unused_settings import unused_settings
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"
 _ROWS_AT_START = 64  # of the task, whose answers a run checks; --dry_run checks more
@@ -36,7 +37,7 @@ _ROWS_AT_START = 64  # of the task, whose answers a run checks; --dry_run checks
 def main(argv: Sequence[str]) -> int:
     """Parse, resolve, check, run; return the exit code."""
     host_memory.bound_arenas()
-    parser = config_parser("rl.train", __doc__)
+    parser = config_parser("train", __doc__)
     parser.add_argument("--dry_run", action="store_true", help="check everything, touch no device")
     parser.add_argument("--show_config", action="store_true", help="print all settings, resolved")
     parser.add_argument("--resume", action="store_true", help="go on with the run in Run.directory")
@@ -54,18 +55,18 @@ def main(argv: Sequence[str]) -> int:
     if args.show_config:
         say(dump(config))
     if args.dry_run:
-        from rl.dry_run import print_plan
+        from reprise.rl.dry_run import print_plan
 
         return print_plan(config, inputs, folder)
     if args.resume and run_folder.is_finished(folder, config):
         say(
             f"{folder} is done, all {config.run.steps} steps: to go on raise Run.steps; "
-            f"python -m rl.report {shlex.quote(str(folder))}",
+            f"{program('report')} {shlex.quote(str(folder))}",
             sys.stderr,
         )
         return 0
     if config.open_sizes:
-        from rl.preflight import sizes
+        from reprise.rl.preflight import sizes
 
         try:
             config = config.with_sizes(sizes.find_here(config, inputs.model))
@@ -73,10 +74,10 @@ def main(argv: Sequence[str]) -> int:
             say(f"error: {error}", sys.stderr)
             return EXIT_USAGE
     if config.cluster.num_trainers > 1:
-        from rl.launch import launch
+        from reprise.rl.launch import launch
 
         return launch(config, folder, resume=args.resume)
-    from rl import run_process
+    from reprise.rl import run_process
 
     return run_process.run(config, inputs, folder, before)
 
@@ -152,7 +153,7 @@ def _refuse_open_sizes_of_several(config: TrainConfig) -> None:
     if config.open_sizes and config.cluster.kind != "local":
         raise ConfigError(
             f"{', '.join(config.open_sizes)}: expected numbers if Cluster.kind is "
-            f"{config.cluster.kind!r}, got 'auto': python -m rl.preflight --target=… finds them"
+            f"{config.cluster.kind!r}, got 'auto': {program('preflight')} --target=… finds them"
         )
 
 

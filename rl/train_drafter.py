@@ -26,31 +26,31 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from models import hf
-from models.config import ModelConfig, num_params
-from models.transformer import Params
-from rl.drafter_run import first_drafter
-from rl.drafter_training import export as drafter_folder
-from rl.drafter_training import offline
-from rl.drafter_training import traces as drafter_traces
-from rl.drafter_training.config import shape_of
-from rl.drafter_training.offline import OfflineConfig, OfflineTraining
-from rl.drafter_training.traces import DrafterTraces, num_tokens
-from rl.drafter_training.trainer import SUMS
-from rl.gin.command_line import config_parser, parse_command_line
-from rl.gin.loader import ConfigError, dump, load
-from rl.inputs import open_policy
-from rl.learner.config import TrainerConfig
-from rl.packing import Response
-from rl.runtime import devices
-from rl.runtime.exit_codes import EXIT_STOPPED, EXIT_USAGE
-from rl.runtime.progress import say
-from rl.runtime.signals import COMPILE_LIMIT_S, SAVING, Limits, Watch, leave
-from spec.config import MIN_TEMPERATURE
-from spec.eagle import model as eagle
-from spec.eagle.config import EagleConfig
-from spec.eagle.files import Engine
-from spec.eagle.training_data import pack
+from reprise.models import hf
+from reprise.models.config import ModelConfig, num_params
+from reprise.models.transformer import Params
+from reprise.rl.drafter_run import first_drafter
+from reprise.rl.drafter_training import export as drafter_folder
+from reprise.rl.drafter_training import offline
+from reprise.rl.drafter_training import traces as drafter_traces
+from reprise.rl.drafter_training.config import shape_of
+from reprise.rl.drafter_training.offline import OfflineConfig, OfflineTraining
+from reprise.rl.drafter_training.traces import DrafterTraces, num_tokens
+from reprise.rl.drafter_training.trainer import SUMS
+from reprise.rl.gin.command_line import config_parser, parse_command_line
+from reprise.rl.gin.loader import ConfigError, dump, load
+from reprise.rl.inputs import open_policy
+from reprise.rl.learner.config import TrainerConfig
+from reprise.rl.packing import Response
+from reprise.rl.runtime import devices
+from reprise.rl.runtime.exit_codes import EXIT_STOPPED, EXIT_USAGE
+from reprise.rl.runtime.progress import say
+from reprise.rl.runtime.signals import COMPILE_LIMIT_S, SAVING, Limits, Watch, leave
+from reprise.spec.config import MIN_TEMPERATURE
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle.config import EagleConfig
+from reprise.spec.eagle.files import Engine
+from reprise.spec.eagle.training_data import pack
 
 SAY_EVERY_STEPS = 50
 MIN_VALUE_BYTES = 2  # of the types of hidden states
@@ -58,7 +58,7 @@ MIN_VALUE_BYTES = 2  # of the types of hidden states
 
 def main(argv: Sequence[str]) -> int:
     """Parse, check, train, evaluate and write; return the exit code."""
-    parser = config_parser("rl.train_drafter", __doc__)
+    parser = config_parser("train_drafter", __doc__)
     parser.add_argument("trace", nargs="*", metavar="TRACE", help="a run folder or .jsonl file")
     parser.add_argument("--policy", metavar="DIR", help="the policy whose states it learns from")
     parser.add_argument("--out", metavar="DIR", help="a new folder, or a drafter's to replace")

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from models.config import ModelConfig
-from models.kv_cache import KVCache
-from spec.config import SamplingConfig
-from spec.reuse.rollout_cache import CachedResponse
+from reprise.models.config import ModelConfig
+from reprise.models.kv_cache import KVCache
+from reprise.spec.config import SamplingConfig
+from reprise.spec.reuse.rollout_cache import CachedResponse
 
 Prompt = tuple[int, ...]  # token ids
 

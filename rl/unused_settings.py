@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from rl.config import TrainConfig
-from rl.gin.grammar import read_override
-from rl.gin.loader import ConfigError
-from spec.budget.config import BANDIT, LEARNED, MODEL
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.grammar import read_override
+from reprise.rl.gin.loader import ConfigError
+from reprise.spec.budget.config import BANDIT, LEARNED, MODEL
 
 
 def unused_settings(config: TrainConfig) -> list[str]:

@@ -7,8 +7,16 @@ request that it submits, drops or sets waiting.
 
 from __future__ import annotations
 
-from sched.protocol import ChunkDone, Event, Finished, Start, Submitted, WorkerJoined, WorkerLost
-from sched.request import Group, Kv, RequestState, Status, Worker
+from reprise.sched.protocol import (
+    ChunkDone,
+    Event,
+    Finished,
+    Start,
+    Submitted,
+    WorkerJoined,
+    WorkerLost,
+)
+from reprise.sched.request import Group, Kv, RequestState, Status, Worker
 
 
 class Ledger:

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from sched.request import Kv, RequestSpec
+from reprise.sched.request import Kv, RequestSpec
 
 # --- events -----------------------------------------------------------------------------
 

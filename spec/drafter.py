@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numba
 import numpy as np
 
-from spec.config import SamplingConfig
+from reprise.spec.config import SamplingConfig
 
 Arguments = tuple[tuple, dict[str, Any]]
 Program = tuple[Any, Callable[[], Arguments]]  # a jitted step and a maker of its arguments

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.layers import PRODUCT_AXES
-from models.sharding import constrain
+from reprise.models.layers import PRODUCT_AXES
+from reprise.models.sharding import constrain
 
 BELOW_ONE = np.float32(1 - 2**-24)  # the largest words round up to 1
 

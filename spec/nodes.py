@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numba
 import numpy as np
 
-from models.attention import Chunks, Trees
-from models.kv_cache import Entries
-from spec.drafter import PADDING, Drafts
+from reprise.models.attention import Chunks, Trees
+from reprise.models.kv_cache import Entries
+from reprise.spec.drafter import PADDING, Drafts
 
 NO_PARENT = -1  # of roots and padding
 NOT_GIVEN = -1

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.layers import PRODUCT_AXES, sum_in_order
-from models.sharding import constrain, ways_in_use
-from spec import draw_schemes
-from spec.config import Draw, SamplingConfig
+from reprise.models.layers import PRODUCT_AXES, sum_in_order
+from reprise.models.sharding import constrain, ways_in_use
+from reprise.spec import draw_schemes
+from reprise.spec.config import Draw, SamplingConfig
 
 KEY_IMPL = "threefry2x32"  # named, so that a changed default of jax changes no rollout
 NOISE_NAMES = 2**31  # of requests

@@ -17,15 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import lora, transformer
-from models.attention import Chunks, Trees
-from models.config import ModelConfig
-from models.kv_cache import Entries, Pending
-from models.sharding import constrain, platform_in_use, replicated, ways_in_use
-from models.transformer import Cached
-from spec import nodes as packed_nodes
-from spec import sampling
-from spec.nodes import Drawn, Nodes, pack_draws
+from reprise.models import lora, transformer
+from reprise.models.attention import Chunks, Trees
+from reprise.models.config import ModelConfig
+from reprise.models.kv_cache import Entries, Pending
+from reprise.models.sharding import constrain, platform_in_use, replicated, ways_in_use
+from reprise.models.transformer import Cached
+from reprise.spec import nodes as packed_nodes
+from reprise.spec import sampling
+from reprise.spec.nodes import Drawn, Nodes, pack_draws
 
 
 @jax.tree_util.register_dataclass

@@ -23,8 +23,6 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-import rl  # noqa: F401  before `sched`: a plugin may have imported the standard module
-
 ROOT = Path(__file__).parents[1]
 NUM_VIRTUAL_DEVICES = 8
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -103,7 +101,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda x: -slow[_unit(x.nodeid)])
 
 
-PACKAGED = ("models", "spec", "sched", "rl", "configs", "policies")
+PACKAGED = ("reprise", "models", "spec", "sched", "rl", "configs", "policies")
 
 
 @pytest.fixture(scope="session")
@@ -115,7 +113,7 @@ def make_checkout_copy() -> Callable[[Path], Path]:
         for name in (*PACKAGED, "requirements"):
             ignored = shutil.ignore_patterns("__pycache__")
             if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+                shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
         for path in ROOT.iterdir():
             if path.is_file() and path.suffix in (".toml", ".md", ".py", ".txt", ""):
                 shutil.copy(path, folder)

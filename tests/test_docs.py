@@ -17,9 +17,9 @@ import pytest
 from command_runs import call_main
 
 from docs import generate, older, prose, results_page
-from models import hf
-from rl import export, train
-from rl.metrics.eval_metrics import EvalResponse, set_metrics
+from reprise.models import hf
+from reprise.rl import export, train
+from reprise.rl.metrics.eval_metrics import EvalResponse, set_metrics
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -188,7 +188,7 @@ def test_code_has_changed_unless_only_comments_have(tmp_path, monkeypatch):
     monkeypatch.setattr(older, "ROOT", tmp_path)
     file = tmp_path / "room" / "a.py"
     file.parent.mkdir()
-    file.write_text('"""A."""\n\n\ndef f():\n    """F."""\n    return 1\n')
+    file.write_text('"""A."""\nfrom spec import a\n\n\ndef f():\n    """F."""\n    return 1\n')
     settings = file.with_name("a.gin")
     settings.write_text("# A\nRun.steps = 1\n")
     assert older.no_git() == "this copy is not a git repository"
@@ -198,10 +198,12 @@ def test_code_has_changed_unless_only_comments_have(tmp_path, monkeypatch):
     commit = git("rev-parse", "HEAD")
     assert older.no_git() == ""
     assert not changed("# B\n\nRun.steps = 1  # one\n", settings)
-    assert not changed('"""B."""\ndef f():  # one\n    """G."""\n    return (1)\n', file)
+    renamed = '"""B."""\nfrom reprise.spec import a\ndef f():  # one\n    return (1)\n'
+    assert not changed(renamed, file)
     assert changed("# A\nRun.steps = 2\n", settings)
     settings.write_text("# A\nRun.steps = 1\n")
-    assert changed('"""A."""\n\n\ndef f():\n    """F."""\n    return 2\n', file)
+    assert changed('"""A."""\nfrom spec import a\n\n\ndef f():\n    """F."""\n    return 2\n', file)
+    assert changed('"""A."""\nfrom spec import b\n\n\ndef f():\n    """F."""\n    return 1\n', file)
     assert older.has_changed("0" * 40, "room") and not older.has_changed(commit, "other")
     file.unlink()
     older.has_changed.cache_clear()
@@ -302,7 +304,7 @@ def test_the_architecture_has_every_room():
 
 
 def test_the_architecture_has_every_source_and_budget():
-    from rl.speculation.config import SOURCES
+    from reprise.rl.speculation.config import SOURCES
 
     text = page("architecture.md")
     names = [*SOURCES, "off", "fixed:K", "goodput", "aimd", "bandit"]

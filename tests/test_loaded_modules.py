@@ -12,19 +12,18 @@ import pytest
 # Our modules that are loaded, empty packages aside, then whether jax and numba are.
 REPORT = """
 import sys
-tops = ("models", "spec", "sched", "rl")
-ours = [m for name, m in sys.modules.items() if name.split(".")[0] in tops]
+ours = [m for name, m in sys.modules.items() if name.startswith("reprise.")]
 print(sum(not hasattr(m, "__path__") for m in ours), "jax" in sys.modules, "numba" in sys.modules)
 """
-SIMULATE = "import rl.simulate\n" + REPORT
+SIMULATE = "import reprise.rl.simulate\n" + REPORT
 # reports where the inputs would be opened
 DRY_RUN = f"""
-import rl.train
+from reprise.rl import train
 def report(config):
 {textwrap.indent(REPORT, "    ")}
     raise SystemExit
-rl.train.open_inputs = report
-rl.train.main(["--dry_run"])
+train.open_inputs = report
+train.main(["--dry_run"])
 """
 
 

@@ -19,7 +19,7 @@ from installed import execute, install_into, site_packages
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-import rl
+import reprise
 
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.11", "3.12", "3.13")
@@ -162,19 +162,20 @@ def test_what_the_requirements_bring_along_is_pinned_too():
 
 def test_the_wheel_holds_the_packages_and_nothing_else(wheels, checkout_copy):
     assert wheels["wheel"].name.startswith(
-        f"{project()['name'].replace('-', '_')}-{rl.__version__}-"
+        f"{project()['name'].replace('-', '_')}-{reprise.__version__}-"
     )
     with zipfile.ZipFile(wheels["wheel"]) as wheel:
         names = [name for name in wheel.namelist() if ".dist-info/" not in name]
         info = {name.partition(".dist-info/")[2] for name in wheel.namelist()}
-    packages = set(PACKAGES)
-    tops = {name.partition("/")[0] for name in names}
-    assert packages <= tops <= packages | {"configs", "policies"}
+    assert {name.partition("/")[0] for name in names} == {"reprise"}
+    rooms = {name.split("/")[1] for name in names}
+    assert rooms == {"__init__.py", *PACKAGES, "configs", "policies"}
     assert "licenses/LICENSE" in info and "METADATA" in info
-    assert {f"{package}/py.typed" for package in packages} <= set(names)
+    assert {f"reprise/{package}/py.typed" for package in PACKAGES} <= set(names)
     for folder in ("configs", "policies"):  # data, found beside the packages
         files = [p for p in (checkout_copy / folder).rglob("*") if p.is_file()]
-        assert {p.relative_to(checkout_copy).as_posix() for p in files} <= set(names)
+        paths = {p.relative_to(checkout_copy).as_posix() for p in files}
+        assert {f"reprise/{path}" for path in paths} <= set(names)
 
 
 def test_an_editable_install_points_at_the_checkout(wheels, checkout_copy):
@@ -187,10 +188,14 @@ def test_an_editable_install_points_at_the_checkout(wheels, checkout_copy):
 # Imports of everything that is installed, where nothing else is.
 
 PUBLIC = """
-from models.hf import load_pretrained
-from models.transformer import logits
-from rl import ablate, evaluate, export, report, simulate, train, train_drafter
-from rl.rollout import generate
+import sys
+import reprise
+assert "jax" not in sys.modules, "imported at the first use of a name"
+assert all(getattr(reprise, name) is not None for name in reprise.__all__)
+from reprise.models.hf import load_pretrained
+from reprise.models.transformer import logits
+from reprise.rl import ablate, evaluate, export, report, simulate, train, train_drafter
+from reprise.rl.rollout import generate
 for command in ablate, evaluate, export, report, simulate, train, train_drafter:
     assert callable(command.main)
 """
@@ -199,12 +204,12 @@ for command in ablate, evaluate, export, report, simulate, train, train_drafter:
 EVERY_MODULE = """
 import importlib, pkgutil, sys
 missing, num_imported = set(), 0
-for package in "rl", "models", "spec", "sched":  # rl adds to the standard module sched
+for package in "reprise.rl", "reprise.models", "reprise.spec", "reprise.sched":
     for found in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):
         try:
             module = importlib.import_module(found.name)
         except ModuleNotFoundError as error:
-            assert error.name.partition(".")[0] not in ("models", "spec", "sched", "rl"), error
+            assert not error.name.startswith("reprise"), error
             missing.add(error.name.partition(".")[0])
         else:
             [getattr(module, name) for name in getattr(module, "__all__", dir(module))]
@@ -243,7 +248,7 @@ def python_of_wheel(request, tmp_path_factory, wheels):
 def test_every_public_name_of_the_wheel_is_imported(python_of_wheel, tmp_path):
     folder = site_packages(python_of_wheel.parents[1])
     has_needs = (folder / "zz_needs.pth").exists()
-    sources = [folder / package for package in PACKAGES]
+    sources = [folder / "reprise" / package for package in PACKAGES]
     (tmp_path / "empty").mkdir()
     compiles = [python_of_wheel, "-W", "error", "-m", "compileall", "-q", *sources]
     assert not execute(compiles, tmp_path / "empty")
@@ -256,6 +261,16 @@ def test_every_public_name_of_the_wheel_is_imported(python_of_wheel, tmp_path):
     else:  # modules that need the standard library only
         assert int(num_imported) > 30, "mend: import other projects' packages where they are used"
     assert not list((tmp_path / "empty").iterdir())
+
+
+def test_an_installed_checkout_gives_way_to_the_one_at_hand(make_checkout_copy, wheels, tmp_path):
+    """In a second checkout all packages come from there."""
+    python = install_into(tmp_path / "env", wheels["editable"])
+    second = make_checkout_copy(tmp_path / "second")
+    code = "from reprise import models, rl, sched, spec\n"
+    code += "for package in models, rl, sched, spec: print(*package.__path__)"
+    homes = {Path(line).resolve().parent for line in execute([python, "-c", code], second).split()}
+    assert homes == {second.resolve()}
 
 
 def make_dry_run(target: str, *arguments: str, at: Path) -> str:

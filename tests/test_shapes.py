@@ -13,7 +13,7 @@ def test_engines_have_few_shapes():
         found = {}
         for path in TESTS.rglob("*.py"):
             text = path.read_text("utf-8")
-            calls = ast.walk(ast.parse(text)) if "from rl.engine" in text else ()
+            calls = ast.walk(ast.parse(text)) if "from reprise.rl.engine" in text else ()
             for node in calls:
                 if isinstance(node, ast.Call) and getattr(node.func, "id", "") == name:
                     if len(node.args) + len(node.keywords) > 2:

@@ -75,6 +75,7 @@ RUN = {
     *("drafting_run", "ray_run", "launch", "ray_trainers", "disk_plan", "learning_checks"),
     *("dry_run", "unused_settings", "api", "sampler", "stream", "identity", "adapter_base"),
 }
+NAME = "reprise"  # under which the packages are imported
 OURS = {*MAY_IMPORT, "benchmarks", "configs", "policies", "tests"}
 CODE = (*MAY_IMPORT, "benchmarks", "policies", "tests")
 
@@ -87,8 +88,6 @@ IMPURE = {
 }
 IMPURE_BUILTINS = {"open", "print", "input"}
 SEEDED_NUMPY = {"Generator", "default_rng", "SeedSequence", "PCG64", "Philox", "BitGenerator"}
-# The extension of the standard module of the same name has to find that module.
-STAND_IN = ("sched/__init__.py", {"importlib", "sys", "sysconfig"})
 
 # The engine runs where only these, and what they bring along, are installed.
 ENGINE_NEEDS = {"jax", "jaxlib", "numpy", "numba", "optax", "orbax", "safetensors"}
@@ -110,6 +109,7 @@ class Import:
     name: str
     where: str
     members: tuple[str, ...] = ()
+    is_relative: bool = False
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -132,10 +132,21 @@ def parse(path: Path) -> ast.Module:
 
 
 def imports(relative: str, tree: ast.Module) -> Iterator[Import]:
+    """Every import of a file as `imports_as_written`, without `reprise.` before our packages."""
+    for found in imports_as_written(relative, tree):
+        if found.name == NAME:
+            for member in found.members:
+                yield Import(member, found.where)
+        else:
+            yield dataclasses.replace(found, name=found.name.removeprefix(f"{NAME}."))
+
+
+def imports_as_written(relative: str, tree: ast.Module) -> Iterator[Import]:
     """Every import of a file, wherever it stands; `import_module("x")` counts."""
     package = relative.split("/")[:-1]
     for node in ast.walk(tree):
         names: list[str] = []
+        is_relative = isinstance(node, ast.ImportFrom) and node.level > 0
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -147,7 +158,7 @@ def imports(relative: str, tree: ast.Module) -> Iterator[Import]:
             names = [a.value for a in node.args[:1] if isinstance(a, ast.Constant)]
         members = [a.name for a in node.names] if isinstance(node, ast.ImportFrom) else []
         for name in names:
-            yield Import(name, f"{relative}:{node.lineno}", tuple(members))
+            yield Import(name, f"{relative}:{node.lineno}", tuple(members), is_relative)
 
 
 def called(node: ast.Call) -> str:
@@ -165,6 +176,16 @@ def walls(root: Path) -> list[str]:
         for relative, path in python_files(root, tuple(MAY_IMPORT))
         for found in imports(relative, parse(path))
         if found.top in OURS - MAY_IMPORT[relative.split("/")[0]]
+    ]
+
+
+def one_name(root: Path) -> list[str]:
+    """Our packages are imported under `reprise`: a user's project may have its own `models`."""
+    return [
+        f"{found.where}: expected {NAME}.{found.name}, got {found.name}"
+        for relative, path in python_files(root)
+        for found in imports_as_written(relative, parse(path))
+        if found.top in MAY_IMPORT and not found.is_relative
     ]
 
 
@@ -201,8 +222,7 @@ def sched_is_pure(root: Path) -> list[str]:
     """sched uses numpy and the pure part of the standard library, and seeded probability only."""
     complaints = []
     for relative, path in python_files(root, ("sched",)):
-        exempt = STAND_IN[1] if relative == STAND_IN[0] else set()
-        allowed = (sys.stdlib_module_names - IMPURE) | {"numpy", "sched"} | exempt
+        allowed = (sys.stdlib_module_names - IMPURE) | {"numpy", "sched"}
         tree = parse(path)
         for found in imports(relative, tree):
             if found.top not in allowed or found.name == "numpy.random":
@@ -265,14 +285,14 @@ def dangerous_call(node: ast.Call) -> list[str]:
 
 
 def no_standard_names(root: Path) -> list[str]:
-    """No file is named after a standard module, nor a package except `sched`."""
+    """No file is named after a standard module, nor a package except `reprise.sched`."""
     standard = set(sys.stdlib_module_names) - {"__future__"}
     files = [r for r, path in python_files(root) if path.stem in standard]
     folders = [p.name for p in root.iterdir() if p.is_dir() and p.name in standard - {"sched"}]
     return [f"{name} is named after a standard module" for name in files + folders]
 
 
-RULES = (walls, rooms, sched_is_pure, no_code_from_data, no_standard_names)
+RULES = (walls, one_name, rooms, sched_is_pure, no_code_from_data, no_standard_names)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -289,12 +309,20 @@ def test_the_rules_see_this_checkout():
 
 PLANTED = [
     (walls, "models/a.py", "import rl.engine"),
-    (walls, "models/a.py", "def f():\n    from spec import verify"),
-    (walls, "spec/a.py", "from sched.request import Request"),
-    (walls, "spec/a.py", "import typing\nif typing.TYPE_CHECKING:\n    from rl import engine"),
+    (walls, "models/a.py", "def f():\n    from reprise.spec import verify"),
+    (walls, "spec/a.py", "from reprise.sched.request import Request"),
+    (
+        walls,
+        "spec/a.py",
+        "import typing as t\nif t.TYPE_CHECKING:\n    from reprise.rl import engine",
+    ),
     (walls, "sched/deep/a.py", "import models.config as c"),
     (walls, "sched/a.py", "import importlib\nimportlib.import_module('spec.nodes')"),
     (walls, "rl/a.py", "from benchmarks import rollout"),
+    (walls, "models/a.py", "from reprise import rl"),
+    (one_name, "spec/a.py", "from models.config import ModelConfig"),
+    (one_name, "benchmarks/a.py", "def f():\n    import rl.engine.engine as e"),
+    (one_name, "tests/a.py", "import importlib\nimportlib.import_module('spec.nodes')"),
     (sched_is_pure, "sched/a.py", "import jax.numpy as jnp"),
     (sched_is_pure, "sched/a.py", "from time import monotonic"),
     (sched_is_pure, "sched/a.py", "import random"),
@@ -305,6 +333,7 @@ PLANTED = [
     (sched_is_pure, "sched/a.py", "import numpy as np\nx = np.random.default_rng()"),
     (sched_is_pure, "sched/a.py", "print('decided')"),
     (sched_is_pure, "sched/a.py", "import sysconfig"),
+    (sched_is_pure, "sched/a.py", "from reprise import spec"),
     (no_code_from_data, "rl/a.py", "import pickle"),
     (no_code_from_data, "models/a.py", "x = eval('1')"),
     (no_code_from_data, "rl/a.py", "import builtins\nbuiltins.exec('1')"),
@@ -324,26 +353,40 @@ PLANTED += [
     and not (package == "rl" and not room)
 ]
 PLANTED += [
-    (rooms, "rl/engine/a.py", "from rl import train"),
-    (rooms, "rl/engine/a.py", "from rl.pipeline import PipelineRollouts"),
-    (rooms, "rl/train.py", "from rl.export import main"),
-    (rooms, "rl/engine/a.py", "def f():\n    from rl.rewards import pool"),
-    (rooms, "rl/trajectory.py", "from rl.engine.engine import Engine"),
-    (rooms, "rl/runtime/a.py", "from rl.gin.loader import load"),
-    (rooms, "rl/attic/a.py", "from rl.engine import stats"),
-    (rooms, "spec/nodes.py", "from spec.retrieval import group"),
+    (rooms, "rl/engine/a.py", "from reprise.rl import train"),
+    (rooms, "rl/engine/a.py", "from reprise.rl.pipeline import PipelineRollouts"),
+    (rooms, "rl/train.py", "from reprise.rl.export import main"),
+    (rooms, "rl/engine/a.py", "def f():\n    from reprise.rl.rewards import pool"),
+    (rooms, "rl/trajectory.py", "from reprise.rl.engine.engine import Engine"),
+    (rooms, "rl/runtime/a.py", "from reprise.rl.gin.loader import load"),
+    (rooms, "rl/attic/a.py", "from reprise.rl.engine import stats"),
+    (rooms, "spec/nodes.py", "from reprise.spec.retrieval import group"),
 ]
 INNOCENT = [
-    (rooms, "rl/train.py", "from rl import pipeline\nfrom rl import trajectory"),
-    (rooms, "rl/engine/a.py", "from rl.runtime.waits import wait\nfrom . import b\nimport spec.x"),
-    (rooms, "spec/budget/a.py", "from spec.nodes import Nodes\nfrom spec.retrieval import group"),
+    (rooms, "rl/train.py", "from reprise.rl import pipeline\nfrom reprise.rl import trajectory"),
+    (
+        rooms,
+        "rl/engine/a.py",
+        "from reprise.rl.runtime.waits import wait\nfrom . import b\nimport reprise.spec.x",
+    ),
+    (
+        rooms,
+        "spec/budget/a.py",
+        "from reprise.spec.nodes import Nodes\nfrom reprise.spec.retrieval import group",
+    ),
     (
         walls,
         "spec/a.py",
-        "from models.config import ModelConfig\nfrom . import b\nfrom .c import d",
+        "from reprise.models.config import ModelConfig\nfrom . import b\nfrom .c import d",
     ),
-    (walls, "rl/a.py", "import sched, spec, models\nfrom rl.rewards import pool"),
-    (sched_is_pure, "sched/a.py", "import heapq, math\nfrom sched.b import c\nfrom . import d"),
+    (walls, "rl/a.py", "import reprise.sched\nfrom reprise import sched, spec, models"),
+    (one_name, "rl/a.py", "from reprise import spec, models\nimport reprise.rl.engine\nimport jax"),
+    (one_name, "rl/a.py", "from . import b\nfrom .c import d\nfrom benchmarks import rollout"),
+    (
+        sched_is_pure,
+        "sched/a.py",
+        "import heapq, math\nfrom reprise.sched.b import c\nfrom . import d",
+    ),
     (sched_is_pure, "sched/a.py", "import numpy as np\nx = np.random.default_rng(3).random()"),
     (no_code_from_data, "models/a.py", "model.eval()\nload('x', trust_remote_code=False)"),
     (no_standard_names, "sched/tracing.py", ""),
@@ -374,7 +417,8 @@ def engine_modules(root: Path) -> list[str]:
     names = (r.removesuffix(".py").removesuffix("/__init__") for r, _ in python_files(root))
     dotted = (name.replace("/", ".") for name in names)
     found = [d for d in dotted if any(d == e or d.startswith(f"{e}.") for e in ENGINE)]
-    return [d for d in found if not d.startswith(NOT_ENGINE)]
+    found = [d for d in found if not d.startswith(NOT_ENGINE)]
+    return [f"{NAME}.{d}" if d.split(".")[0] in MAY_IMPORT else d for d in found]
 
 
 def import_engine(root: Path) -> subprocess.CompletedProcess[str]:
@@ -391,7 +435,8 @@ def import_engine(root: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_engine_imports_with_nothing_but_its_needs():
-    assert {"models.transformer", "models.sharding", "rl.trajectory"} <= set(engine_modules(ROOT))
+    expected = {"reprise.models.transformer", "reprise.rl.trajectory", "reprise.spec.nodes"}
+    assert expected <= set(engine_modules(ROOT))
     done = import_engine(ROOT)
     assert done.returncode == 0, (
         f"expected the engine to import with only {sorted(ENGINE_NEEDS)}, got:\n{done.stderr}\n"
@@ -400,9 +445,11 @@ def test_the_engine_imports_with_nothing_but_its_needs():
 
 
 def test_an_engine_that_needs_more_is_found(tmp_path):
+    plant(tmp_path, "reprise/__init__.py", "")
+    (tmp_path / "reprise" / "rl").symlink_to(tmp_path / "rl")
     plant(tmp_path, "rl/__init__.py", "")
     plant(tmp_path, "rl/pictures.py", "import matplotlib")
-    plant(tmp_path, "rl/engine/engine.py", "import rl.pictures")
+    plant(tmp_path, "rl/engine/engine.py", "from reprise.rl import pictures")
     done = import_engine(tmp_path)
     assert done.returncode != 0 and "matplotlib" in done.stderr
 
@@ -417,10 +464,28 @@ def without_functions(tree: ast.Module) -> ast.Module:
 
 def test_the_engine_itself_names_only_its_needs():
     """The blocked list cannot hold every package; the imports at the top of a module can."""
-    allowed = sys.stdlib_module_names | OURS | ENGINE_NEEDS | {"ml_dtypes", "scipy"}
+    allowed = sys.stdlib_module_names | OURS | ENGINE_NEEDS | {NAME, "ml_dtypes", "scipy"}
     for name in engine_modules(ROOT):
+        name = name.removeprefix(f"{NAME}.")
         path = ROOT / (name.replace(".", "/") + ".py")
         path = path if path.exists() else ROOT / name.replace(".", "/") / "__init__.py"
         top = without_functions(parse(path))
         found = {i.top for i in imports(path.relative_to(ROOT).as_posix(), top)}
         assert found <= allowed, f"{name} needs {found - allowed} when it is imported"
+
+
+def test_sched_needs_no_jax():
+    """Every module of `sched` imports if jax and our other packages are absent."""
+    code = """
+import importlib, pkgutil, sys
+for name in ("jax", "jaxlib", "reprise.models", "reprise.spec", "reprise.rl"):
+    sys.modules[name] = None
+import reprise.sched
+for module in pkgutil.walk_packages(reprise.sched.__path__, "reprise.sched."):
+    importlib.import_module(module.name)
+"""
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, cwd=ROOT, timeout=120).returncode == 0
+    command[-1] += "\nimport jax"
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "jax" in done.stderr

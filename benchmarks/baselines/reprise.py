@@ -9,14 +9,14 @@ import jax.numpy as jnp
 
 from benchmarks.baselines import protocol
 from benchmarks.shape import Shape
-from models import hf
-from models.config import ModelConfig
-from rl.engine.config import EngineConfig
-from rl.engine.engine import Engine
-from rl.rollout import generate
-from rl.trajectory import Request, Trajectory
-from spec.config import SamplingConfig
-from spec.sampling import step_key
+from reprise.models import hf
+from reprise.models.config import ModelConfig
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.engine import Engine
+from reprise.rl.rollout import generate
+from reprise.rl.trajectory import Request, Trajectory
+from reprise.spec.config import SamplingConfig
+from reprise.spec.sampling import step_key
 
 
 def model_config(shape: Shape) -> ModelConfig:

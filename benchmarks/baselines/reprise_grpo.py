@@ -11,16 +11,16 @@ from typing import Any
 
 from benchmarks.end_to_end.protocol import Given, Parent
 from benchmarks.environment import ROOT, TRAINING
-from models import hf
-from rl import loop, train
-from rl.data.prompts import DataOrder
-from rl.learner.gathering import host_copy
-from rl.learner.optimizer import TrainState
-from rl.metrics.writer import Timings
-from rl.run_checkpoint import RunPosition
-from rl.runtime.signals import Stopped, leave
-from rl.step import StepRecord
-from rl.system import System
+from reprise.models import hf
+from reprise.rl import loop, train
+from reprise.rl.data.prompts import DataOrder
+from reprise.rl.learner.gathering import host_copy
+from reprise.rl.learner.optimizer import TrainState
+from reprise.rl.metrics.writer import Timings
+from reprise.rl.run_checkpoint import RunPosition
+from reprise.rl.runtime.signals import Stopped, leave
+from reprise.rl.step import StepRecord
+from reprise.rl.system import System
 
 VARIANTS = ("as shipped",)
 Stepped = tuple[TrainState, RunPosition, StepRecord]

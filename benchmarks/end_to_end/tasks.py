@@ -14,17 +14,17 @@ import numpy as np
 
 from benchmarks.end_to_end import reward
 from benchmarks.end_to_end.protocol import WEIGHTS
-from models import hf
-from rl.config import TrainConfig
-from rl.data.prompts import DataOrder, encode_prompt
-from rl.data.tasks import Example, open_tasks
-from rl.engine.engine import Engine
-from rl.gin.loader import load
-from rl.inputs import open_policy
-from rl.rollout import generate
-from rl.trajectory import Request
-from spec.config import SamplingConfig
-from spec.sampling import step_key
+from reprise.models import hf
+from reprise.rl.config import TrainConfig
+from reprise.rl.data.prompts import DataOrder, encode_prompt
+from reprise.rl.data.tasks import Example, open_tasks
+from reprise.rl.engine.engine import Engine
+from reprise.rl.gin.loader import load
+from reprise.rl.inputs import open_policy
+from reprise.rl.rollout import generate
+from reprise.rl.trajectory import Request
+from reprise.spec.config import SamplingConfig
+from reprise.spec.sampling import step_key
 
 TRAIN, TEST = 2000, 256  # questions
 TEST_SEED = 1_000_003

@@ -18,10 +18,10 @@ import numpy as np
 
 from benchmarks import environment
 from benchmarks.workloads import BASE_POLICY, PROMPTS
-from models import hf, tokenizer
-from models.config import num_params
-from rl.metrics.writer import read_metrics, step_rows
-from rl.runtime.run_files import METRICS_FILE
+from reprise.models import hf, tokenizer
+from reprise.models.config import num_params
+from reprise.rl.metrics.writer import read_metrics, step_rows
+from reprise.rl.runtime.run_files import METRICS_FILE
 
 Row = dict[str, Any]
 EPOCHS = 3

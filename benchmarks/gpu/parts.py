@@ -22,19 +22,19 @@ from benchmarks.gpu import same_bits
 from benchmarks.gpu.grpo import grpo
 from benchmarks.rounds import Rounds, busy
 from benchmarks.turns import in_turns
-from models import page_attention, row_attention, transformer
-from models.attention import Packing
-from models.config import ModelConfig, leaves, param_specs
-from models.paged_cache import PagedCache
-from rl.engine.config import EngineConfig
-from rl.engine.engine import Engine
-from rl.learner import trainer
-from rl.learner.config import TrainerConfig, TrainSpec
-from rl.learner.optimizer import init_state, make_optimizer
-from rl.trajectory import FinishReason, Trajectory
-from sched.simulator.roofline import ACCELERATORS, Accelerator
-from spec.config import SamplingConfig
-from spec.drafter import no_drafts
+from reprise.models import page_attention, row_attention, transformer
+from reprise.models.attention import Packing
+from reprise.models.config import ModelConfig, leaves, param_specs
+from reprise.models.paged_cache import PagedCache
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.engine import Engine
+from reprise.rl.learner import trainer
+from reprise.rl.learner.config import TrainerConfig, TrainSpec
+from reprise.rl.learner.optimizer import init_state, make_optimizer
+from reprise.rl.trajectory import FinishReason, Trajectory
+from reprise.sched.simulator.roofline import ACCELERATORS, Accelerator
+from reprise.spec.config import SamplingConfig
+from reprise.spec.drafter import no_drafts
 
 Row = dict[str, Any]
 Rows = Iterator[Row]

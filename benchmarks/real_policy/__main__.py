@@ -16,7 +16,7 @@ from benchmarks import bf16_flips, environment
 from benchmarks.real_policy import acceptance, one_update, parity
 from benchmarks.real_policy.ground import Ground, Sizes
 from benchmarks.real_policy.questions import KINDS
-from models.config import num_params
+from reprise.models.config import num_params
 
 COOLER = 0.6  # a temperature
 FLIP_SEEDS = 2

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.real_policy.ground import Ground
-from rl.trajectory import Trajectory
-from spec.budget.union import DrafterUnion
-from spec.drafter import Drafter, LiveSlots
-from spec.retrieval.group import GroupDrafter
-from spec.retrieval.history import RULE, HistoryDrafter, LastResponseDrafter, build_index
-from spec.retrieval.suffix_drafter import NgramDrafter
-from spec.reuse.rollout_cache import RolloutCache, of_group
+from reprise.rl.trajectory import Trajectory
+from reprise.spec.budget.union import DrafterUnion
+from reprise.spec.drafter import Drafter, LiveSlots
+from reprise.spec.retrieval.group import GroupDrafter
+from reprise.spec.retrieval.history import RULE, HistoryDrafter, LastResponseDrafter, build_index
+from reprise.spec.retrieval.suffix_drafter import NgramDrafter
+from reprise.spec.reuse.rollout_cache import RolloutCache, of_group
 
 BUDGET_NODES, DEPTHS = 16, 8
 RATE = 1e-5  # of the update between the epochs

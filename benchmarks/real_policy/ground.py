@@ -16,24 +16,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.real_policy.questions import ask
-from models import hf
-from models.transformer import Params
-from rl.engine.config import EngineConfig
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RolloutSpec
-from rl.inputs import open_policy
-from rl.learner import trainer
-from rl.learner.advantages import group_advantages
-from rl.learner.algorithms import AlgorithmConfig
-from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
-from rl.learner.optimizer import init_state, make_optimizer
-from rl.rewards.functions import task_reward
-from rl.speculation.reuse import COUPLED_STEP
-from rl.trajectory import Request, Trajectory
-from spec.config import Draw, SamplingConfig
-from spec.reuse.prefix_rule import PrefixRule, parse_mode
-from spec.reuse.rollout_cache import CachedResponse, Scores
-from spec.sampling import step_key
+from reprise.models import hf
+from reprise.models.transformer import Params
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.inputs import open_policy
+from reprise.rl.learner import trainer
+from reprise.rl.learner.advantages import group_advantages
+from reprise.rl.learner.algorithms import AlgorithmConfig
+from reprise.rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
+from reprise.rl.learner.optimizer import init_state, make_optimizer
+from reprise.rl.rewards.functions import task_reward
+from reprise.rl.speculation.reuse import COUPLED_STEP
+from reprise.rl.trajectory import Request, Trajectory
+from reprise.spec.config import Draw, SamplingConfig
+from reprise.spec.reuse.prefix_rule import PrefixRule, parse_mode
+from reprise.spec.reuse.rollout_cache import CachedResponse, Scores
+from reprise.spec.sampling import step_key
 
 STEP = 1  # whose noise draws the responses
 MEASURED_RATE = 1e-4  # of the update that is computed; Adam's first step is proportional to it

@@ -16,11 +16,11 @@ import numpy as np
 from benchmarks.bf16_flips import scores
 from benchmarks.real_policy.acceptance import ratio
 from benchmarks.real_policy.ground import Ground, cached
-from models.transformer import Params
-from rl.trajectory import Trajectory
-from spec.config import DRAWS, Draw
-from spec.reuse.prefix_rule import PrefixRule, log, parse_mode
-from spec.reuse.rollout_cache import CachedResponse
+from reprise.models.transformer import Params
+from reprise.rl.trajectory import Trajectory
+from reprise.spec.config import DRAWS, Draw
+from reprise.spec.reuse.prefix_rule import PrefixRule, log, parse_mode
+from reprise.spec.reuse.rollout_cache import CachedResponse
 
 RATES = (0.0, 1e-6, 1e-5, 1e-4)
 ROWS = 4  # of a pass

@@ -20,10 +20,10 @@ import numpy as np
 from benchmarks import environment
 from benchmarks.real_policy.ground import Ground
 from benchmarks.real_policy.questions import ask
-from models import transformer
-from rl.rollout import generate
-from rl.trajectory import Request
-from spec.config import SamplingConfig
+from reprise.models import transformer
+from reprise.rl.rollout import generate
+from reprise.rl.trajectory import Request
+from reprise.spec.config import SamplingConfig
 
 CHATS, GREEDY_TOKENS = 64, 64
 NEAR_TIE = 1e-3  # of logits, which also bounds their own difference

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 
 from benchmarks.environment import ROOT
-from models.tokenizer import Tokenizer
-from rl.data.prompts import encode_prompt
-from rl.data.tasks import Example, TaskConfig, open_tasks
+from reprise.models.tokenizer import Tokenizer
+from reprise.rl.data.prompts import encode_prompt
+from reprise.rl.data.tasks import Example, TaskConfig, open_tasks
 
 SEED = 21
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from sched.policies.specactor import sequential_tokens
-from sched.simulator.roofline import Instance, RoundCost
-from sched.simulator.worker import RoundModel, RoundPlan
-from spec.budget.aimd import START_TOKENS, next_windows
-from spec.budget.budget import Budget
-from spec.drafter import Drafts, LiveSlots
-from spec.round_times import RoundTimes
+from reprise.sched.policies.specactor import sequential_tokens
+from reprise.sched.simulator.roofline import Instance, RoundCost
+from reprise.sched.simulator.worker import RoundModel, RoundPlan
+from reprise.spec.budget.aimd import START_TOKENS, next_windows
+from reprise.spec.budget.budget import Budget
+from reprise.spec.drafter import Drafts, LiveSlots
+from reprise.spec.round_times import RoundTimes
 
 
 @dataclasses.dataclass(frozen=True)

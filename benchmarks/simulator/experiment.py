@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from sched.simulator.cluster import Cluster
-from sched.simulator.roofline import ACCELERATORS, MODELS, Instance
-from sched.simulator.workloads import Workload
+from reprise.sched.simulator.cluster import Cluster
+from reprise.sched.simulator.roofline import ACCELERATORS, MODELS, Instance
+from reprise.sched.simulator.workloads import Workload
 
 Kind = Literal["gain", "share", "order"]
 Entry = tuple[str, float, str, str | None, Kind]  # row, published, value, over, kind

@@ -20,15 +20,15 @@ import numpy as np
 from benchmarks.simulator.drafts import Windowed, WindowMean, window_mean
 from benchmarks.simulator.experiment import Entry, Experiment, Figure, figures_of
 from benchmarks.simulator.steps import StepSimulation, StepsRecord
-from sched.policies.group_fifo import GroupFifo
-from sched.policies.histopipe import HistoPipe, HistoPipeConfig, Pace, Tau, tau_of
-from sched.policies.steps import StepOrder
-from sched.protocol import Scheduler
-from sched.request import RequestSpec
-from sched.simulator.cluster import Cluster, Simulation
-from sched.simulator.roofline import MODELS
-from sched.simulator.worker import RoundModel
-from sched.simulator.workloads import Workload, draw_epochs, draw_lengths, make_requests
+from reprise.sched.policies.group_fifo import GroupFifo
+from reprise.sched.policies.histopipe import HistoPipe, HistoPipeConfig, Pace, Tau, tau_of
+from reprise.sched.policies.steps import StepOrder
+from reprise.sched.protocol import Scheduler
+from reprise.sched.request import RequestSpec
+from reprise.sched.simulator.cluster import Cluster, Simulation
+from reprise.sched.simulator.roofline import MODELS
+from reprise.sched.simulator.worker import RoundModel
+from reprise.sched.simulator.workloads import Workload, draw_epochs, draw_lengths, make_requests
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 
 from benchmarks.simulator.drafts import Budgeted, RequestClass, chain_probs
 from benchmarks.simulator.experiment import Entry, Experiment, Figure, figures_of
-from sched.policies.specactor import prob_of
-from sched.simulator.cluster import play_policy
-from sched.simulator.roofline import Instance, RoundCost
-from sched.simulator.workloads import Workload, draw_lengths, make_requests
-from spec.budget.budget import FixedBudget
-from spec.budget.goodput import Goodput
+from reprise.sched.policies.specactor import prob_of
+from reprise.sched.simulator.cluster import play_policy
+from reprise.sched.simulator.roofline import Instance, RoundCost
+from reprise.sched.simulator.workloads import Workload, draw_lengths, make_requests
+from reprise.spec.budget.budget import FixedBudget
+from reprise.spec.budget.goodput import Goodput
 
 EXPERIMENTS = {
     # an instance is 32 ranks: attention by data parallelism, experts spread over all of them

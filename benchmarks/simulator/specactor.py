@@ -25,9 +25,9 @@ from benchmarks.simulator.specactor_rollout import (
     SpecActorRollout,
     Strategy,
 )
-from sched.policies.specactor import EVERY_TOKENS, prob_of, rank_methods
-from sched.simulator.roofline import MODELS, Instance
-from sched.simulator.workloads import Workload, draw_lengths
+from reprise.sched.policies.specactor import EVERY_TOKENS, prob_of, rank_methods
+from reprise.sched.simulator.roofline import MODELS, Instance
+from reprise.sched.simulator.workloads import Workload, draw_lengths
 
 EXPERIMENTS = {
     "specactor_dapo": Experiment(

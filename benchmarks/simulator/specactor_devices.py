@@ -11,8 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from sched.policies.specactor import MAX_WINDOW, RequestPlan, decoupled_tokens, sequential_tokens
-from sched.simulator.roofline import Instance
+from reprise.sched.policies.specactor import (
+    MAX_WINDOW,
+    RequestPlan,
+    decoupled_tokens,
+    sequential_tokens,
+)
+from reprise.sched.simulator.roofline import Instance
 
 
 @dataclasses.dataclass(frozen=True)

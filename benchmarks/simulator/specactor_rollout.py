@@ -30,7 +30,7 @@ from benchmarks.simulator.specactor_devices import (
     best_helper_plan,
     expected_remaining_tokens,
 )
-from sched.policies.specactor import (
+from reprise.sched.policies.specactor import (
     Profile,
     Reconfiguration,
     RequestPlan,

@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sched.protocol import (
+from reprise.sched.protocol import (
     Action,
     ChunkDone,
     Defer,
@@ -24,10 +24,10 @@ from sched.protocol import (
     Submitted,
     Trained,
 )
-from sched.request import RequestSpec
-from sched.simulator.cluster import Record, Simulation
-from sched.simulator.roofline import Costs
-from sched.simulator.worker import RoundModel, RoundPlan, RunningStart
+from reprise.sched.request import RequestSpec
+from reprise.sched.simulator.cluster import Record, Simulation
+from reprise.sched.simulator.roofline import Costs
+from reprise.sched.simulator.worker import RoundModel, RoundPlan, RunningStart
 
 TRAINER = -1  # its events are in the same heap as the workers'
 AHEAD = 2**40  # added to the numbers of requests that run ahead

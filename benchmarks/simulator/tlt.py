@@ -17,10 +17,10 @@ import dataclasses
 
 from benchmarks.simulator.drafts import Budgeted, RequestClass
 from benchmarks.simulator.experiment import Entry, Experiment, Figure, figures_of
-from sched.simulator.cluster import play_policy
-from sched.simulator.roofline import ACCELERATORS, MODELS, Instance, ModelShape
-from sched.simulator.workloads import Workload, draw_lengths, make_requests
-from spec.budget.goodput import Goodput
+from reprise.sched.simulator.cluster import play_policy
+from reprise.sched.simulator.roofline import ACCELERATORS, MODELS, Instance, ModelShape
+from reprise.sched.simulator.workloads import Workload, draw_lengths, make_requests
+from reprise.spec.budget.goodput import Goodput
 
 EXPERIMENTS = {
     "tlt": Experiment("H100", "Qwen2.5-32B", 1, 4, Workload(8, 16, 4000, 32768, limit_share=0.01))

@@ -20,7 +20,7 @@ import jax
 
 from benchmarks import environment
 from benchmarks.soak import writes
-from rl.metrics.writer import MetricsWriter
+from reprise.rl.metrics.writer import MetricsWriter
 from tests.support import tiny_run
 
 SETTINGS = writes.SETTINGS + "Checkpoint.asynchronous = {asynchronous}\n"

@@ -24,7 +24,7 @@ from benchmarks.soak import runs
 from benchmarks.soak.memory import growth, programs_of, watch
 from benchmarks.soak.runs import TIMEOUT_S, RunFailed, output_of, run_until, started
 from policies.make.characters import save_character_tokenizer
-from rl.metrics.writer import read_samples
+from reprise.rl.metrics.writer import read_samples
 from tests.support import tiny_run
 
 # --- workers on Ray -----------------------------------------------------------------------

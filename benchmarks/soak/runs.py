@@ -24,11 +24,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import transformer
-from rl.checkpoint import reader
-from rl.learner.config import OptimizerConfig
-from rl.learner.optimizer import init_state, make_optimizer
-from rl.metrics.writer import Row, deterministic_view, read_metrics, read_samples, step_rows
+from reprise.models import transformer
+from reprise.rl.checkpoint import reader
+from reprise.rl.learner.config import OptimizerConfig
+from reprise.rl.learner.optimizer import init_state, make_optimizer
+from reprise.rl.metrics.writer import Row, deterministic_view, read_metrics, read_samples, step_rows
 from tests.support import tiny_run
 
 AHEAD = """
@@ -273,10 +273,10 @@ def stop(folder: Path) -> dict[str, Any]:
 
 def train_and_stop(part: str, sent: Path, argv: list[str]) -> int:
     """Run `rl.train` in this process, which sends itself SIGTERM in `part` and notes the time."""
-    from rl import loop, train
-    from rl.checkpoint import checkpointer
-    from rl.engine.engine import Engine
-    from rl.learner import logprobs
+    from reprise.rl import loop, train
+    from reprise.rl.checkpoint import checkpointer
+    from reprise.rl.engine.engine import Engine
+    from reprise.rl.learner import logprobs
 
     begins, is_reached = loop._begins, threading.Event()
 
@@ -310,6 +310,6 @@ def train_and_stop(part: str, sent: Path, argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from rl.runtime.signals import leave
+    from reprise.rl.runtime.signals import leave
 
     leave(train_and_stop(sys.argv[1], Path(sys.argv[2]), sys.argv[3:]))

@@ -59,7 +59,7 @@ def serving(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
 
 def fuzz(folder: Path, count: int = 5000) -> dict[str, Any]:
     """Send `count` hostile bodies and a sequence of operations for every 25 of them."""
-    from rl.server import account, answers, records
+    from reprise.rl.server import account, answers, records
 
     tiny_run.make_inputs(folder)
     with serving(folder) as (process, address):
@@ -151,7 +151,7 @@ def _one_state(folder: Path, rng: random.Random, is_full: bool) -> Mapping[str, 
 
 
 def _compared(folder: Path, writers: list[Writer]) -> collections.Counter[str]:
-    from rl.server.records import CHECKPOINTS, Records
+    from reprise.rl.server.records import CHECKPOINTS, Records
 
     found = collections.Counter[str]()
     with contextlib.closing(Records(folder)) as records:

@@ -20,11 +20,16 @@ import jax
 
 from benchmarks import environment
 from benchmarks.soak.runs import final_state
-from rl import run_folder
-from rl.config import TrainConfig
-from rl.gin.loader import load
-from rl.metrics.writer import MetricsWriter, deterministic_view, read_metrics, read_samples
-from rl.runtime.run_files import CHECKPOINTS, EVAL_SAMPLES_FILE, EVALUATION_FILE, MARKER_FILE
+from reprise.rl import run_folder
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.loader import load
+from reprise.rl.metrics.writer import MetricsWriter, deterministic_view, read_metrics, read_samples
+from reprise.rl.runtime.run_files import (
+    CHECKPOINTS,
+    EVAL_SAMPLES_FILE,
+    EVALUATION_FILE,
+    MARKER_FILE,
+)
 from tests.support import tiny_run
 
 ARRAYS_EVERY = 12  # a checkpoint has a hundred files of arrays: one in twelve counts

@@ -24,23 +24,23 @@ import numpy as np
 
 from benchmarks import environment, workloads
 from benchmarks.specactor.virtual_time import PricedDrafting, PricedEngine, PricedLink, VirtualTime
-from models import hf
-from rl.engine.config import EngineConfig
-from rl.engine.rollout_spec import RolloutSpec, draft_with
-from rl.engine.stats import EngineStats, RoundRecord
-from rl.trajectory import Request, Trajectory
-from sched.policies.specactor import Acceptance, prob_of, rate
-from sched.simulator.roofline import ACCELERATORS, MODELS, Instance
-from spec.buckets import bucket
-from spec.budget.budget import FixedBudget
-from spec.config import ChainConfig, SamplingConfig
-from spec.decoupled.ahead import DraftingAhead, Enumerating, FreeRunning
-from spec.decoupled.drafter import DecoupledDrafter, OnePlan
-from spec.decoupled.messages import DraftPlan
-from spec.draft_model.drafter import DraftModelDrafter
-from spec.draft_model.enumeration import AheadDraftModel, EnumeratingDraftModel
-from spec.drafter import Drafts, LiveSlots
-from spec.sampling import step_key
+from reprise.models import hf
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
+from reprise.rl.engine.stats import EngineStats, RoundRecord
+from reprise.rl.trajectory import Request, Trajectory
+from reprise.sched.policies.specactor import Acceptance, prob_of, rate
+from reprise.sched.simulator.roofline import ACCELERATORS, MODELS, Instance
+from reprise.spec.buckets import bucket
+from reprise.spec.budget.budget import FixedBudget
+from reprise.spec.config import ChainConfig, SamplingConfig
+from reprise.spec.decoupled.ahead import DraftingAhead, Enumerating, FreeRunning
+from reprise.spec.decoupled.drafter import DecoupledDrafter, OnePlan
+from reprise.spec.decoupled.messages import DraftPlan
+from reprise.spec.draft_model.drafter import DraftModelDrafter
+from reprise.spec.draft_model.enumeration import AheadDraftModel, EnumeratingDraftModel
+from reprise.spec.drafter import Drafts, LiveSlots
+from reprise.spec.sampling import step_key
 
 DRAFT_MODEL = environment.ROOT / "policies" / "tiny_draft"
 WORKERS, DEVICES = 4, 8  # and devices of each

@@ -14,11 +14,11 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from rl.engine.engine import Engine
-from rl.engine.stats import RoundRecord
-from rl.trajectory import Trajectory
-from spec.decoupled.ahead import DraftingAhead
-from spec.decoupled.messages import Block, Commit
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.stats import RoundRecord
+from reprise.rl.trajectory import Trajectory
+from reprise.spec.decoupled.ahead import DraftingAhead
+from reprise.spec.decoupled.messages import Block, Commit
 
 Price = Callable[[RoundRecord, int], float]  # of a round, and its draft tokens
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numba
 import numpy as np
 
-from models.kernels import cpu_calls
-from models.kernels.cpu_sums import (
+from reprise.models.kernels import cpu_calls
+from reprise.models.kernels.cpu_sums import (
     AT_ONCE,
     BLOCK,
     all_dots,
@@ -31,7 +31,7 @@ from models.kernels.cpu_sums import (
     mix,
     mix_all,
 )
-from models.kernels.cpu_tiles import LANES, LINE
+from reprise.models.kernels.cpu_tiles import LANES, LINE
 
 NAME = "reprise_attend_cached_rows"
 PART_PRODUCTS = 2**19  # of a part, about: with fewer, handing it out costs more than it takes

@@ -24,8 +24,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from models.kernels import cpu_sums, cpu_tiles
-from models.kernels.cpu_sums import fast
+from reprise.models.kernels import cpu_sums, cpu_tiles
+from reprise.models.kernels.cpu_sums import fast
 
 EXTENSION, API, CONTEXT, NUM_INPUTS, INPUTS, NUM_OUTPUTS, OUTPUTS = (
     1,

@@ -15,8 +15,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from models.kernels.cpu_tiles import FLOAT, INDEX, LINE, Code, tile
-from models.kernels.cpu_tiles import LANES as VECTOR_LANES
+from reprise.models.kernels.cpu_tiles import FLOAT, INDEX, LINE, Code, tile
+from reprise.models.kernels.cpu_tiles import LANES as VECTOR_LANES
 
 BLOCK = 256  # positions whose keys or values stay in a cache of the core
 AT_ONCE = 8  # tokens of a row

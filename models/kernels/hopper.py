@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from models.kernels import NEGATIVE, power_of_two
+from reprise.models.kernels import NEGATIVE, power_of_two
 
 HOPPERS = ("H100", "H200", "GH200", "H800", "H20", "h100")  # in names of devices
 H100_BUFFER_BYTES = 192 << 10  # of 227 KiB of shared memory a block

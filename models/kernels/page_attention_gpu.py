@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from models.kernels import LOG2_E, NEGATIVE
-from models.kernels.hopper import (
+from reprise.models.kernels import LOG2_E, NEGATIVE
+from reprise.models.kernels.hopper import (
     H100_BUFFER_BYTES,
     PART_TOKENS,
     ROWS,
@@ -32,7 +32,7 @@ from models.kernels.hopper import (
     shared_sums,
     shared_tiles,
 )
-from models.kernels.page_reads import Reads, heads_of_rows, rows_by_head
+from reprise.models.kernels.page_reads import Reads, heads_of_rows, rows_by_head
 
 ROWS_AT_ONCE = 8  # of sums, that copies take
 WHOLE = -1  # the path of a block that every row of its tile sees whole

@@ -21,11 +21,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from models.kernels import NEGATIVE
-from models.kernels.page_buffers_tpu import ANYWHERE, Buffers, Call, Pages
-from models.kernels.page_entries_tpu import Entry, NewTokens
-from models.kernels.page_reads import Reads, heads_of_rows, rows_by_head
-from models.kernels.softmax_tpu import KEYS, LANES, Softmax, scores
+from reprise.models.kernels import NEGATIVE
+from reprise.models.kernels.page_buffers_tpu import ANYWHERE, Buffers, Call, Pages
+from reprise.models.kernels.page_entries_tpu import Entry, NewTokens
+from reprise.models.kernels.page_reads import Reads, heads_of_rows, rows_by_head
+from reprise.models.kernels.softmax_tpu import KEYS, LANES, Softmax, scores
 
 _NO_LAST = 2**30  # a position after all
 TABLE_BYTES = 512 << 10  # of page numbers in scalar memory, which has 1 MiB

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from models.kernels.page_reads import Reads
-from models.kernels.softmax_tpu import KEYS, LANES
+from reprise.models.kernels.page_reads import Reads
+from reprise.models.kernels.softmax_tpu import KEYS, LANES
 
 VMEM_BYTES = 16 << 20  # a kernel's default
 ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)

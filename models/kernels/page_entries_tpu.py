@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from models.kernels.page_buffers_tpu import Pages
-from models.kernels.softmax_tpu import FIRST, KEYS, product
+from reprise.models.kernels.page_buffers_tpu import Pages
+from reprise.models.kernels.softmax_tpu import FIRST, KEYS, product
 
 _NO_TOKEN = 2**30
 

@@ -21,9 +21,9 @@ import numba
 import numpy as np
 from llvmlite import ir
 
-from models.kernels import cpu_calls
-from models.kernels.cpu_sums import fast
-from models.kernels.cpu_tiles import HAS_WIDE_REGISTERS, INDEX, LINE, Code, tile
+from reprise.models.kernels import cpu_calls
+from reprise.models.kernels.cpu_sums import fast
+from reprise.models.kernels.cpu_tiles import HAS_WIDE_REGISTERS, INDEX, LINE, Code, tile
 
 NAME = "reprise_products"
 OUTPUTS = 3  # of a tile

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from models.kernels import softmax_tpu
-from models.kernels.softmax_tpu import LANES, LAST
+from reprise.models.kernels import softmax_tpu
+from reprise.models.kernels.softmax_tpu import LANES, LAST
 
 ROWS, OUTPUTS, INPUTS = 1024, 1024, 512  # of a block, at most
 MIN_BLOCKS = 4

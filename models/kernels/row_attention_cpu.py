@@ -19,9 +19,17 @@ import jax.numpy as jnp
 import numba
 import numpy as np
 
-from models.kernels import cpu_calls
-from models.kernels.cpu_sums import AT_ONCE, BLOCK, all_dots, exponentials, fast, highest, mix_all
-from models.kernels.cpu_tiles import LANES, LINE
+from reprise.models.kernels import cpu_calls
+from reprise.models.kernels.cpu_sums import (
+    AT_ONCE,
+    BLOCK,
+    all_dots,
+    exponentials,
+    fast,
+    highest,
+    mix_all,
+)
+from reprise.models.kernels.cpu_tiles import LANES, LINE
 
 NAME = "reprise_attend_packed_rows"
 _task = cpu_calls.task_of(NAME)

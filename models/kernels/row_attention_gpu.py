@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from models.kernels import LOG2_E, NEGATIVE, row_pairs
-from models.kernels.hopper import PART_TOKENS, ROWS, Parts, WarpGroup, across, shared_tiles
+from reprise.models.kernels import LOG2_E, NEGATIVE, row_pairs
+from reprise.models.kernels.hopper import PART_TOKENS, ROWS, Parts, WarpGroup, across, shared_tiles
 
 _BLOCK_TOKENS = ROWS  # of queries and of keys
 _BUFFERS = 2  # two thread blocks fit a processor's shared memory

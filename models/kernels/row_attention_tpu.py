@@ -27,8 +27,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from models.kernels import LOG2_E, NEGATIVE, row_pairs
-from models.kernels.softmax_tpu import FIRST, KEYS, LANES, LAST, PLAIN, KeysFirst, product, scores
+from reprise.models.kernels import LOG2_E, NEGATIVE, row_pairs
+from reprise.models.kernels.softmax_tpu import (
+    FIRST,
+    KEYS,
+    LANES,
+    LAST,
+    PLAIN,
+    KeysFirst,
+    product,
+    scores,
+)
 
 _BLOCK_TOKENS = 512  # at most; of queries and of keys
 _VMEM_BYTES = 48 * 2**20  # a kernel's limit; TPUs since v5e have 64 MiB and more

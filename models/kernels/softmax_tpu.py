@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from models.kernels import LOG2_E, NEGATIVE, power_of_two
+from reprise.models.kernels import LOG2_E, NEGATIVE, power_of_two
 
 LANES, SUBLANES = 128, 8
 KEYS = LANES  # of a block

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from models import hf_files
+from reprise.models import hf_files
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 

@@ -26,7 +26,6 @@ import jax
 import numpy as np
 
 from configs.rewards.countdown import OPERATIONS, reaches
-from models import hf, tokenizer, transformer
 from policies.make.characters import save_character_tokenizer
 from policies.make.policy import (
     CHARACTERS,
@@ -37,7 +36,8 @@ from policies.make.policy import (
     train_step,
     write_report,
 )
-from rl.engine.engine import Engine
+from reprise.models import hf, tokenizer, transformer
+from reprise.rl.engine.engine import Engine
 
 WIDTHS_TOKENS = (64, 96, 160, 256, 512, 1024)  # batches are padded to these
 BATCHES_PER_STEP = 8  # a step's examples are sorted by length and cut, so that padding is small

@@ -19,8 +19,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from models import hf, tokenizer, transformer
-from models.config import ModelConfig
 from policies.make import solutions
 from policies.make.policy import (
     BATCHES_PER_STEP,
@@ -31,8 +29,10 @@ from policies.make.policy import (
     train_step,
     write_report,
 )
-from rl.engine.engine import Engine
-from spec import sampling
+from reprise.models import hf, tokenizer, transformer
+from reprise.models.config import ModelConfig
+from reprise.rl.engine.engine import Engine
+from reprise.spec import sampling
 
 FIRST_STREAM = 1000  # of questions; far from the policy's own
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")

@@ -19,30 +19,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import hf, tokenizer
-from models.config import ModelConfig
-from models.transformer import Params
 from policies.make.countdown import NUM_FEW, questions
 from policies.make.policy import respond, write_report
-from rl.drafter_training import export
-from rl.drafter_training.config import DrafterConfig
-from rl.drafter_training.offline import hidden_of
-from rl.drafter_training.trainer import SUMS, DrafterTrainer, copied
-from rl.engine.config import EngineConfig
-from rl.engine.engine import Engine
-from rl.engine.model_runner import ModelRunner
-from rl.engine.rollout_spec import RolloutSpec, draft_with
-from rl.packing import Response
-from rl.speculation.device_drafters import LearnedDrafter
-from rl.trajectory import Request, Trajectory
-from spec.budget.budget import FixedBudget
-from spec.config import Proposal, SamplingConfig
-from spec.drafter import Acceptance, Drafts, LiveSlots
-from spec.eagle import model as eagle
-from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, TreeConfig, Variant
-from spec.eagle.model import EagleParams, EagleWeights
-from spec.eagle.training_data import DataBuffer
-from spec.sampling import step_key
+from reprise.models import hf, tokenizer
+from reprise.models.config import ModelConfig
+from reprise.models.transformer import Params
+from reprise.rl.drafter_training import export
+from reprise.rl.drafter_training.config import DrafterConfig
+from reprise.rl.drafter_training.offline import hidden_of
+from reprise.rl.drafter_training.trainer import SUMS, DrafterTrainer, copied
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.model_runner import ModelRunner
+from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
+from reprise.rl.packing import Response
+from reprise.rl.speculation.device_drafters import LearnedDrafter
+from reprise.rl.trajectory import Request, Trajectory
+from reprise.spec.budget.budget import FixedBudget
+from reprise.spec.config import Proposal, SamplingConfig
+from reprise.spec.drafter import Acceptance, Drafts, LiveSlots
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, TreeConfig, Variant
+from reprise.spec.eagle.model import EagleParams, EagleWeights
+from reprise.spec.eagle.training_data import DataBuffer
+from reprise.spec.sampling import step_key
 
 SAY_EVERY_STEPS = 20
 NOISE = 11  # of the responses: other ones than the policy's recipe draws

@@ -26,11 +26,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import hf, hf_files, tokenizer_files, transformer
-from models.config import Layer, ModelConfig, Params, num_params
-from rl.drafter_training import export
-from spec.eagle import files as eagle_files
-from spec.eagle.model import EagleWeights
+from reprise.models import hf, hf_files, tokenizer_files, transformer
+from reprise.models.config import Layer, ModelConfig, Params, num_params
+from reprise.rl.drafter_training import export
+from reprise.spec.eagle import files as eagle_files
+from reprise.spec.eagle.model import EagleWeights
 
 NOISE = 0.1  # of a matrix's root mean square
 

@@ -23,15 +23,15 @@ import jax
 import numpy as np
 import optax
 
-from models import hf, tokenizer, transformer
-from models.config import ModelConfig
 from policies.make import solutions
 from policies.make.characters import save_character_tokenizer
-from rl.data.answers import extract_answer
-from rl.engine.engine import Engine
-from rl.rollout import generate
-from rl.trajectory import Request, Trajectory
-from spec.config import SamplingConfig
+from reprise.models import hf, tokenizer, transformer
+from reprise.models.config import ModelConfig
+from reprise.rl.data.answers import extract_answer
+from reprise.rl.engine.engine import Engine
+from reprise.rl.rollout import generate
+from reprise.rl.trajectory import Request, Trajectory
+from reprise.spec.config import SamplingConfig
 
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))  # all that questions contain
 BATCHES_PER_STEP = 4  # a step's examples are sorted by length and cut, so that padding is small

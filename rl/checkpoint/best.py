@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from models.folder import Folder, held
-from rl.checkpoint.folders import list_steps
-from rl.runtime.run_files import CHECKPOINTS, EVALUATION_FILE
+from reprise.models.folder import Folder, held
+from reprise.rl.checkpoint.folders import list_steps
+from reprise.rl.runtime.run_files import CHECKPOINTS, EVALUATION_FILE
 
 
 @dataclasses.dataclass(frozen=True)

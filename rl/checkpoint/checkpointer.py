@@ -37,15 +37,23 @@ from typing import Any, TypeVar
 
 import jax
 
-from models.folder import Folder, held, replace_file
-from rl.checkpoint import folders, manifest
-from rl.checkpoint.config import CheckpointConfig
-from rl.checkpoint.contents import ArrayWriter, encode_host, write_host
-from rl.checkpoint.manifest import Content
-from rl.checkpoint.reader import ARRAYS, FILES_FOLDER, PyTree, Restored, describe, flatten, restore
-from rl.cluster.processes import ALONE, Processes
-from rl.runtime import disk, host_memory
-from rl.runtime.waits import POLL_S, Deadline, Hang, result_of
+from reprise.models.folder import Folder, held, replace_file
+from reprise.rl.checkpoint import folders, manifest
+from reprise.rl.checkpoint.config import CheckpointConfig
+from reprise.rl.checkpoint.contents import ArrayWriter, encode_host, write_host
+from reprise.rl.checkpoint.manifest import Content
+from reprise.rl.checkpoint.reader import (
+    ARRAYS,
+    FILES_FOLDER,
+    PyTree,
+    Restored,
+    describe,
+    flatten,
+    restore,
+)
+from reprise.rl.cluster.processes import ALONE, Processes
+from reprise.rl.runtime import disk, host_memory
+from reprise.rl.runtime.waits import POLL_S, Deadline, Hang, result_of
 
 _log = logging.getLogger(__name__)
 # only one checkpointer of a process writes arrays at a time

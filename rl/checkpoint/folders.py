@@ -20,8 +20,8 @@ import stat
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from models.folder import Folder
-from rl.checkpoint import manifest
+from reprise.models.folder import Folder
+from reprise.rl.checkpoint import manifest
 
 _STEP = re.compile(r"step_(\d{8,})")
 _ABANDONED = re.compile(r"abandoned-step_(\d{8,})")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from models.folder import Folder, read_plain, replace_file
+from reprise.models.folder import Folder, read_plain, replace_file
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1

@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 
-from rl.checkpoint import manifest
-from rl.checkpoint.contents import read_arrays, read_host, read_plain_host
-from rl.checkpoint.folders import list_steps, step_folder
-from rl.checkpoint.manifest import Problem
-from rl.cluster.processes import ALONE, Processes
+from reprise.rl.checkpoint import manifest
+from reprise.rl.checkpoint.contents import read_arrays, read_host, read_plain_host
+from reprise.rl.checkpoint.folders import list_steps, step_folder
+from reprise.rl.checkpoint.manifest import Problem
+from reprise.rl.cluster.processes import ALONE, Processes
 
 ARRAYS, FILES_FOLDER = "arrays", "files"  # of a step; files are linked, not copied
 _SHOWN = 5  # paths or problems named in one message

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from rl.cluster.join import mismatch, program_identity
-from rl.runtime.waits import ProgramLost
+from reprise.rl.cluster.join import mismatch, program_identity
+from reprise.rl.runtime.waits import ProgramLost
 
 MAX_STARTS = 3  # of an actor in a row that does no work
 CONCURRENCY = 8  # methods that an actor runs at once
@@ -31,7 +31,7 @@ class Host:
     """The program of an actor: makes an object of ours, and calls its methods."""
 
     def __init__(self, cpu_only: bool) -> None:
-        from rl.runtime import host_memory
+        from reprise.rl.runtime import host_memory
 
         host_memory.bound_arenas()  # before any thread of a device
         if cpu_only:  # devices of this host belong to other actors

@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from models import digests
-from rl.cluster.config import AUTO, ClusterConfig, check
-from rl.cluster.processes import ALONE, Processes, ProcessLost
-from rl.cluster.relay import Relay
-from rl.runtime.run_files import code_digest
+from reprise.models import digests
+from reprise.rl.cluster.config import AUTO, ClusterConfig, check
+from reprise.rl.cluster.processes import ALONE, Processes, ProcessLost
+from reprise.rl.cluster.relay import Relay
+from reprise.rl.runtime.run_files import code_digest
 
 MIN_JAX_S = 30  # for jax to start, once all processes have met, and to notice a loss
 POLICY, DRAFT_MODEL = "contents of Policy.directory", "contents of DraftModel.directory"

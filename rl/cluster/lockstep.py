@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Self
 
-from rl.cluster.processes import Processes
+from reprise.rl.cluster.processes import Processes
 
 PREFIX = "reprise/lockstep/"
 LAUNCHES, LINES = f"{PREFIX}launches/", f"{PREFIX}lines/"

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from models.hints import install_hint
-from rl.cluster.actors import ActorDied, Host
-from rl.runtime.waits import ROOT, ProgramLost
+from reprise.models.hints import install_hint
+from reprise.rl.cluster.actors import ActorDied, Host
+from reprise.rl.runtime.waits import ROOT, ProgramLost
 
 
 class RayProblem(ProgramLost):

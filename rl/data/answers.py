@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from rl.data import written_numbers
+from reprise.rl.data import written_numbers
 
 
 def whole(text: str) -> str | None:

@@ -14,10 +14,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rl.data import written_numbers
-from rl.data.answers import EXTRACTORS, boxed, extract_answer, hash_mark
-from rl.data.conversations import Prompt, check_last_turn, ends_with_answer, read_prompt
-from rl.data.specs import MAX_PROMPT_CHARACTERS, Spec, check_text
+from reprise.rl.data import written_numbers
+from reprise.rl.data.answers import EXTRACTORS, boxed, extract_answer, hash_mark
+from reprise.rl.data.conversations import Prompt, check_last_turn, ends_with_answer, read_prompt
+from reprise.rl.data.specs import MAX_PROMPT_CHARACTERS, Spec, check_text
 
 Row = Mapping[str, Any]
 

@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rl.data.rows import parse_json
-from rl.data.specs import MAX_PROMPT_CHARACTERS, check_text
+from reprise.rl.data.rows import parse_json
+from reprise.rl.data.specs import MAX_PROMPT_CHARACTERS, check_text
 
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
 Prompt = str | tuple[Message, ...]

@@ -14,9 +14,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from models.hints import download_hint
-from rl.data.rows import read_json
-from rl.runtime.run_files import resolve_path
+from reprise.models.hints import download_hint
+from reprise.rl.data.rows import read_json
+from reprise.rl.runtime.run_files import resolve_path
 
 SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl", "json": ".json", "datasets": ".arrow"}
 FORMATS = tuple(SUFFIXES)

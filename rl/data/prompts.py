@@ -7,8 +7,8 @@ import functools
 
 import numpy as np
 
-from models.tokenizer import Tokenizer
-from rl.data.tasks import Example, Task, TaskConfig
+from reprise.models.tokenizer import Tokenizer
+from reprise.rl.data.tasks import Example, Task, TaskConfig
 
 MAX_PASSED_OVER = 1000  # prompts in a row that are too long: hardly any would fit
 

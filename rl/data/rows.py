@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rl.data import arrow_values, unpack
+from reprise.rl.data import arrow_values, unpack
 
 MAX_ROW_BYTES = 2**24  # of a line, or of a file with one JSON object
 MAX_ROW_VALUES = 2**21

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from urllib.parse import unquote
 
-from rl.data import reasoning_gym_tasks
+from reprise.rl.data import reasoning_gym_tasks
 
 KINDS = ("reasoning_gym", "jsonl", "parquet", "json", "datasets", "gsm8k", "math")
 

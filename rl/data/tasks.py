@@ -21,12 +21,12 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from models.chat_template import check_variables
-from rl.data import files, reasoning_gym_tasks
-from rl.data.columns import PUBLISHED, check_query, find_layout, read_row
-from rl.data.conversations import Message
-from rl.data.rows import open_rows
-from rl.data.specs import MAX_PROMPT_CHARACTERS, Spec, check_text, parse_spec
+from reprise.models.chat_template import check_variables
+from reprise.rl.data import files, reasoning_gym_tasks
+from reprise.rl.data.columns import PUBLISHED, check_query, find_layout, read_row
+from reprise.rl.data.conversations import Message
+from reprise.rl.data.rows import open_rows
+from reprise.rl.data.specs import MAX_PROMPT_CHARACTERS, Spec, check_text, parse_spec
 
 MAX_EXAMPLES = 1_000_000  # of a generated task
 MAX_VARIABLES = 32  # of a chat template

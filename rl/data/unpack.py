@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from models.child import Child, ChildEnded, limit_memory, serve
+from reprise.models.child import Child, ChildEnded, limit_memory, serve
 
 DEADLINE_S = 60  # of a row group, or of a file of batches
 _BATCH_ROWS = 256  # unpacked at a time
@@ -53,7 +53,8 @@ def _unpacked(path: Path, group: int | None, max_bytes: int) -> list[bytes]:
 
 @functools.cache
 def _child(max_bytes: int) -> Child:
-    return Child("rl.data.unpack", 2 * max_bytes + 2**28, DEADLINE_S)  # a batch is sent as a copy
+    memory_bytes = 2 * max_bytes + 2**28  # a batch is sent as a copy
+    return Child("reprise.rl.data.unpack", memory_bytes, DEADLINE_S)
 
 
 # --- in the child ---------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from rl.data import units
+from reprise.rl.data import units
 
 MAX_CHARACTERS = 1000  # of a text that is one number, and of the digits of a value
 _MAX_EXPONENT = 400

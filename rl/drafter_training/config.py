@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from models.config import ModelConfig
-from spec.config import Proposal
-from spec.eagle.config import DrafterTrainingConfig, EagleConfig, TreeConfig
+from reprise.models.config import ModelConfig
+from reprise.spec.config import Proposal
+from reprise.spec.eagle.config import DrafterTrainingConfig, EagleConfig, TreeConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +59,8 @@ def shape_of(
 
     Raises FileNotFoundError or ValueError for a folder without a drafter of this policy.
     """
-    from spec.eagle import files as eagle_files
-    from spec.eagle import model as eagle
+    from reprise.spec.eagle import files as eagle_files
+    from reprise.spec.eagle import model as eagle
 
     if options.directory is None:
         return eagle.config_for(model, training.design, draft_vocab_size=options.draft_vocab_size)

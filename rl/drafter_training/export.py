@@ -7,14 +7,15 @@ from pathlib import Path
 
 import jax
 
-from models import hf_files
-from models.config import ModelConfig
-from models.tokenizer import copy_files
-from models.transformer import Params
-from spec.eagle import files as eagle_files
-from spec.eagle.config import EagleConfig
-from spec.eagle.files import Engine
-from spec.eagle.model import EagleWeights
+from reprise.models import hf_files
+from reprise.models.config import ModelConfig
+from reprise.models.hints import program
+from reprise.models.tokenizer import copy_files
+from reprise.models.transformer import Params
+from reprise.spec.eagle import files as eagle_files
+from reprise.spec.eagle.config import EagleConfig
+from reprise.spec.eagle.files import Engine
+from reprise.spec.eagle.model import EagleWeights
 
 SGLANG, VLLM = "SGLang 0.5.6 to 0.5.23", "vLLM 0.32"  # whose sources the layout follows
 
@@ -70,7 +71,7 @@ def engines(config: EagleConfig, engine: Engine) -> str:
 
 def start_command(folder: Path, gin_file: Path | None = None) -> str:
     """Return the command of a run that starts from the drafter, with a run's config if given."""
-    command = ["python", "-m", "rl.train"]
+    command = program("train").split()
     if gin_file is not None:  # the new run gets a new folder
         command += [f"--gin_file={gin_file}", "--gin.Run.directory=None"]
     return shlex.join([*command, f"--gin.Drafter.directory={folder}"])

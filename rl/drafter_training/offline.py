@@ -17,22 +17,22 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from models import transformer
-from models.attention import Packing
-from models.config import ModelConfig
-from models.transformer import Params
-from rl import packing
-from rl.drafter_training.config import DrafterConfig
-from rl.drafter_training.traces import num_tokens
-from rl.drafter_training.trainer import SUMS, DrafterTrainer
-from rl.engine.model_runner import ModelRunner
-from rl.packing import Response, Row, Shape
-from rl.speculation.device_drafters import LearnedDrafter
-from spec.buckets import bucket
-from spec.eagle import training as drafter_training
-from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, EagleConfig
-from spec.eagle.model import EagleParams, EagleWeights, SharedParams
-from spec.eagle.training_data import DataBuffer, DrafterBatch, HiddenStates, pack
+from reprise.models import transformer
+from reprise.models.attention import Packing
+from reprise.models.config import ModelConfig
+from reprise.models.transformer import Params
+from reprise.rl import packing
+from reprise.rl.drafter_training.config import DrafterConfig
+from reprise.rl.drafter_training.traces import num_tokens
+from reprise.rl.drafter_training.trainer import SUMS, DrafterTrainer
+from reprise.rl.engine.model_runner import ModelRunner
+from reprise.rl.packing import Response, Row, Shape
+from reprise.rl.speculation.device_drafters import LearnedDrafter
+from reprise.spec.buckets import bucket
+from reprise.spec.eagle import training as drafter_training
+from reprise.spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, EagleConfig
+from reprise.spec.eagle.model import EagleParams, EagleWeights, SharedParams
+from reprise.spec.eagle.training_data import DataBuffer, DrafterBatch, HiddenStates, pack
 
 T = TypeVar("T")
 PASS_TOKENS = 8192  # of a forward pass, or one sequence

@@ -15,11 +15,11 @@ import dataclasses
 import threading
 from collections.abc import Callable
 
-from models.transformer import Params
-from rl.drafter_training.trainer import DrafterTrainer, TrainContext
-from rl.engine.model_runner import ModelRunner
-from rl.speculation.device_drafters import PerRunner
-from sched.policies.spot_training import SpotCoordinator
+from reprise.models.transformer import Params
+from reprise.rl.drafter_training.trainer import DrafterTrainer, TrainContext
+from reprise.rl.engine.model_runner import ModelRunner
+from reprise.rl.speculation.device_drafters import PerRunner
+from reprise.sched.policies.spot_training import SpotCoordinator
 
 
 @dataclasses.dataclass(frozen=True)

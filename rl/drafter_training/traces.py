@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from models.config import ModelConfig
-from models.tokenizer import Tokenizer
-from rl.packing import Response
-from rl.runtime.run_files import SAMPLES_FILE
+from reprise.models.config import ModelConfig
+from reprise.models.tokenizer import Tokenizer
+from reprise.rl.packing import Response
+from reprise.rl.runtime.run_files import SAMPLES_FILE
 
 IDS = "prompt_ids", "response_ids"
 MAX_LINE_BYTES = 2**26

@@ -21,17 +21,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.transformer import Params
-from rl.checkpoint.checkpointer import Checkpointer
-from rl.drafter_training.config import DrafterConfig
-from rl.engine.model_runner import ModelRunner
-from rl.speculation.device_drafters import LearnedDrafter, PerRunner
-from spec.eagle import model as eagle
-from spec.eagle import training as drafter_training
-from spec.eagle.config import DrafterTrainingConfig, EagleConfig
-from spec.eagle.model import EagleParams, SharedParams
-from spec.eagle.training import DrafterState
-from spec.eagle.training_data import DataBuffer, DrafterBatch, HiddenStates, RequestSample, pack
+from reprise.models.transformer import Params
+from reprise.rl.checkpoint.checkpointer import Checkpointer
+from reprise.rl.drafter_training.config import DrafterConfig
+from reprise.rl.engine.model_runner import ModelRunner
+from reprise.rl.speculation.device_drafters import LearnedDrafter, PerRunner
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle import training as drafter_training
+from reprise.spec.eagle.config import DrafterTrainingConfig, EagleConfig
+from reprise.spec.eagle.model import EagleParams, SharedParams
+from reprise.spec.eagle.training import DrafterState
+from reprise.spec.eagle.training_data import (
+    DataBuffer,
+    DrafterBatch,
+    HiddenStates,
+    RequestSample,
+    pack,
+)
 
 SUMS = ("loss", "accuracy_top1", "accuracy_top3", "agreement")
 

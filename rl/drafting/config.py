@@ -6,7 +6,7 @@ import dataclasses
 import typing
 from typing import Literal
 
-from spec.budget.config import MODEL
+from reprise.spec.budget.config import MODEL
 
 MAX_WINDOW = 32  # no drafting worker drafts further ahead
 Ahead = Literal["free_running", "enumeration"]

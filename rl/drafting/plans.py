@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from rl.drafting.config import DraftingConfig
-from sched.policies.specactor import (
+from reprise.rl.drafting.config import DraftingConfig
+from reprise.sched.policies.specactor import (
     Acceptance,
     Profile,
     Reconfiguration,
@@ -24,12 +24,12 @@ from sched.policies.specactor import (
     sequential_tokens,
     worth_helping,
 )
-from sched.simulator.roofline import Costs
-from spec.budget.config import MODEL
-from spec.decoupled.drafter import RequestPlans
-from spec.decoupled.messages import DraftPlan
-from spec.drafter import PRIOR_PROB, LiveSlots
-from spec.round_times import RoundTimes
+from reprise.sched.simulator.roofline import Costs
+from reprise.spec.budget.config import MODEL
+from reprise.spec.decoupled.drafter import RequestPlans
+from reprise.spec.decoupled.messages import DraftPlan
+from reprise.spec.drafter import PRIOR_PROB, LiveSlots
+from reprise.spec.round_times import RoundTimes
 
 DECAY = 0.999  # of the counts of rounds with a draft, a round
 PRIOR_ROUNDS = 20.0  # weight of the assumed share

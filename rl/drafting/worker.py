@@ -21,21 +21,21 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from rl.cluster.actors import ActorDied
-from rl.drafting.config import DraftingConfig, methods_of
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RolloutSpec
-from rl.engine.worker_record import Span
-from rl.runtime.parallel_compile import OnCompiled, unwatched
-from rl.runtime.waits import HANG_LIMIT_S
-from rl.speculation.device_drafters import DraftModel
-from rl.warm_up import compile_buckets
-from spec.config import SamplingConfig
-from spec.decoupled.ahead import DraftingAhead, Enumerating, FreeRunning
-from spec.decoupled.messages import Block, Commit, DraftLink, DraftPlan
-from spec.draft_model.enumeration import AheadDraftModel, EnumeratingDraftModel
-from spec.drafter import Program
-from spec.sampling import KEY_IMPL, step_key
+from reprise.rl.cluster.actors import ActorDied
+from reprise.rl.drafting.config import DraftingConfig, methods_of
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.engine.worker_record import Span
+from reprise.rl.runtime.parallel_compile import OnCompiled, unwatched
+from reprise.rl.runtime.waits import HANG_LIMIT_S
+from reprise.rl.speculation.device_drafters import DraftModel
+from reprise.rl.warm_up import compile_buckets
+from reprise.spec.config import SamplingConfig
+from reprise.spec.decoupled.ahead import DraftingAhead, Enumerating, FreeRunning
+from reprise.spec.decoupled.messages import Block, Commit, DraftLink, DraftPlan
+from reprise.spec.draft_model.enumeration import AheadDraftModel, EnumeratingDraftModel
+from reprise.spec.drafter import Program
+from reprise.spec.sampling import KEY_IMPL, step_key
 
 MAX_ROLLOUTS = 3  # rollouts with kept requests: the present step's and its neighbours'
 MAX_SPANS = 2**14  # steps of a rollout that the picture of workers shows

@@ -17,26 +17,26 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar, cast
 
-from models.config import ModelConfig
-from rl.cluster.actors import Actor, Handle
-from rl.drafting.config import DraftingConfig
-from rl.drafting.plans import MeasuredSeconds, Planner
-from rl.drafting.worker import Answer, Draft, DraftingLink, DraftingWorker, Peer, Rollout
-from rl.engine.config import EngineConfig
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import DrafterContext
-from rl.engine.worker_record import WorkerPart
-from rl.runtime.parallel_compile import OnCompiled, keep_programs
-from rl.runtime.waits import HANG_LIMIT_S
-from rl.speculation.config import DraftModelConfig
-from rl.speculation.device_drafters import DeviceDrafters, DrafterSource, DraftModel
-from sched.simulator.measured_costs import MeasuredCosts
-from spec.buckets import bucket
-from spec.budget.config import MODEL
-from spec.config import SamplingConfig
-from spec.decoupled.drafter import DecoupledDrafter, OnePlan
-from spec.decoupled.messages import DraftPlan
-from spec.round_times import RoundTimes
+from reprise.models.config import ModelConfig
+from reprise.rl.cluster.actors import Actor, Handle
+from reprise.rl.drafting.config import DraftingConfig
+from reprise.rl.drafting.plans import MeasuredSeconds, Planner
+from reprise.rl.drafting.worker import Answer, Draft, DraftingLink, DraftingWorker, Peer, Rollout
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import DrafterContext
+from reprise.rl.engine.worker_record import WorkerPart
+from reprise.rl.runtime.parallel_compile import OnCompiled, keep_programs
+from reprise.rl.runtime.waits import HANG_LIMIT_S
+from reprise.rl.speculation.config import DraftModelConfig
+from reprise.rl.speculation.device_drafters import DeviceDrafters, DrafterSource, DraftModel
+from reprise.sched.simulator.measured_costs import MeasuredCosts
+from reprise.spec.buckets import bucket
+from reprise.spec.budget.config import MODEL
+from reprise.spec.config import SamplingConfig
+from reprise.spec.decoupled.drafter import DecoupledDrafter, OnePlan
+from reprise.spec.decoupled.messages import DraftPlan
+from reprise.spec.round_times import RoundTimes
 
 T = TypeVar("T")
 BEAT_S = 2.0  # between two calls that detect a hang or a loss

@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import kv_cache
-from models.attention import Chunks
-from models.kv_cache import Entries, Kind, KVCache, map_arrays, resize_layer
-from models.paged_cache import Cache, PagedCache, map_pages
-from models.sharding import constrain, replicated
-from rl.trajectory import HostKv
-from spec.sampling import Processing
-from spec.verify import Slots
+from reprise.models import kv_cache
+from reprise.models.attention import Chunks
+from reprise.models.kv_cache import Entries, Kind, KVCache, map_arrays, resize_layer
+from reprise.models.paged_cache import Cache, PagedCache, map_pages
+from reprise.models.sharding import constrain, replicated
+from reprise.rl.trajectory import HostKv
+from reprise.spec.sampling import Processing
+from reprise.spec.verify import Slots
 
 STATE_COPY_TOKENS = 1024  # hidden states leave in copies of so many positions at most
 COPY_TOKENS = 64  # that a prompt is copied by, in rows

@@ -18,15 +18,15 @@ from collections.abc import Sequence
 import numba
 import numpy as np
 
-from rl.engine.ending import Endings
-from rl.engine.stats import CachedCounts
-from rl.trajectory import PartialRequest, Prefix, Request
-from spec.drafter import Drafts, LiveSlots, Source
-from spec.nodes import KEPT, NOT_GIVEN
-from spec.reuse.agreement import FIRST_RATE, Correction, expected_tokens
-from spec.reuse.chunk_price import ChunkPrice
-from spec.reuse.prefix_rule import PrefixRule
-from spec.sampling import NOISE_NAMES
+from reprise.rl.engine.ending import Endings
+from reprise.rl.engine.stats import CachedCounts
+from reprise.rl.trajectory import PartialRequest, Prefix, Request
+from reprise.spec.drafter import Drafts, LiveSlots, Source
+from reprise.spec.nodes import KEPT, NOT_GIVEN
+from reprise.spec.reuse.agreement import FIRST_RATE, Correction, expected_tokens
+from reprise.spec.reuse.chunk_price import ChunkPrice
+from reprise.spec.reuse.prefix_rule import PrefixRule
+from reprise.spec.sampling import NOISE_NAMES
 
 PRIOR_KEPT, PRIOR_TOKENS = 9.0, 10.0  # kept and verified tokens assumed at the start of a rollout
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, Self, get_args
 
-from rl.gin.values import found_size
-from spec.buckets import bucket, buckets
+from reprise.rl.gin.values import found_size
+from reprise.spec.buckets import bucket, buckets
 
 FEWEST_POSITIONS = 64  # of a bucket, unless `min_positions` says otherwise
 POSITIONS_MULTIPLE = 128  # the last bucket of positions is a multiple of it

@@ -14,8 +14,8 @@ from typing import Self
 import numba
 import numpy as np
 
-from models.token_bytes import TokenBytes
-from spec.config import SamplingConfig
+from reprise.models.token_bytes import TokenBytes
+from reprise.spec.config import SamplingConfig
 
 NO_TEXT = TokenBytes(np.empty(0, np.uint8), np.zeros(1, np.int64))
 NO_TOKEN = -1

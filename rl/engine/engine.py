@@ -23,29 +23,29 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import jax
 import numpy as np
 
-from models.transformer import Params
-from rl.engine import admission
-from rl.engine.admission import WaitingQueue
-from rl.engine.cached_prefixes import CachedPrefixes
-from rl.engine.model_runner import ModelRunner
-from rl.engine.rollout_spec import CachedStates, DrafterContext, RolloutSpec
-from rl.engine.rounds import Limits, Rounds
-from rl.engine.slot_cache import SlotCache
-from rl.engine.slot_table import SlotTable
-from rl.engine.speculate import Speculator
-from rl.engine.state_delivery import StateDelivery
-from rl.engine.stats import EngineStats, RoundRecord
-from rl.runtime import compilations
-from rl.trajectory import (
+from reprise.models.transformer import Params
+from reprise.rl.engine import admission
+from reprise.rl.engine.admission import WaitingQueue
+from reprise.rl.engine.cached_prefixes import CachedPrefixes
+from reprise.rl.engine.model_runner import ModelRunner
+from reprise.rl.engine.rollout_spec import CachedStates, DrafterContext, RolloutSpec
+from reprise.rl.engine.rounds import Limits, Rounds
+from reprise.rl.engine.slot_cache import SlotCache
+from reprise.rl.engine.slot_table import SlotTable
+from reprise.rl.engine.speculate import Speculator
+from reprise.rl.engine.state_delivery import StateDelivery
+from reprise.rl.engine.stats import EngineStats, RoundRecord
+from reprise.rl.runtime import compilations
+from reprise.rl.trajectory import (
     PartialRequest,
     Request,
     Trajectory,
     check_finite,
     longest_tokens,
 )
-from sched.request import copy_of
-from spec.budget.budget import plain
-from spec.reuse.chunk_price import ChunkPrice
+from reprise.sched.request import copy_of
+from reprise.spec.budget.budget import plain
+from reprise.spec.reuse.chunk_price import ChunkPrice
 
 T = TypeVar("T")
 UNLIMITED = 2**62  # cache positions

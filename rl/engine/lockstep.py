@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from rl.engine.slot_table import SlotTable
+from reprise.rl.engine.slot_table import SlotTable
 
 
 class Launch(NamedTuple):

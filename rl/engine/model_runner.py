@@ -16,20 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from models import kv_cache, layout, paged_cache, sharding, transformer
-from models.config import ModelConfig
-from models.layout import CACHE_AXES, ENTRY_AXES, FEATURE_AXES
-from models.paged_cache import Cache, PagedCache
-from rl.engine import cache_ops
-from rl.engine.config import EngineConfig
-from rl.engine.lockstep import LaunchRecord, Lockstep
-from rl.runtime import devices
-from rl.trajectory import HostKv, Request, check_requests
-from spec.buckets import widest_tree
-from spec.budget.budget import DraftDecision
-from spec.config import Draw, SamplingConfig
-from spec.draft_cache.drafting import Shape
-from spec.page_table import spread
+from reprise.models import kv_cache, layout, paged_cache, sharding, transformer
+from reprise.models.config import ModelConfig
+from reprise.models.layout import CACHE_AXES, ENTRY_AXES, FEATURE_AXES
+from reprise.models.paged_cache import Cache, PagedCache
+from reprise.rl.engine import cache_ops
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.lockstep import LaunchRecord, Lockstep
+from reprise.rl.runtime import devices
+from reprise.rl.trajectory import HostKv, Request, check_requests
+from reprise.spec.buckets import widest_tree
+from reprise.spec.budget.budget import DraftDecision
+from reprise.spec.config import Draw, SamplingConfig
+from reprise.spec.draft_cache.drafting import Shape
+from reprise.spec.page_table import spread
 
 T = TypeVar("T")
 # jax lists an array's shards when it is first read: two threads at once see half of them

@@ -12,13 +12,13 @@ from collections.abc import Collection, Iterator, Sequence
 import jax
 import numpy as np
 
-from models import kv_cache
-from models.paged_cache import PagedCache
-from rl.engine import admission, cache_ops
-from rl.engine.model_runner import ModelRunner
-from rl.engine.slot_table import SlotTable
-from rl.trajectory import HostKv, PartialRequest
-from spec.page_table import PageTable
+from reprise.models import kv_cache
+from reprise.models.paged_cache import PagedCache
+from reprise.rl.engine import admission, cache_ops
+from reprise.rl.engine.model_runner import ModelRunner
+from reprise.rl.engine.slot_table import SlotTable
+from reprise.rl.trajectory import HostKv, PartialRequest
+from reprise.spec.page_table import PageTable
 
 
 class PageMemory:

@@ -10,19 +10,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from models.paged_cache import Cache
-from models.token_bytes import TokenBytes
-from models.transformer import Params
-from rl.engine.ending import Endings, padded_ids
-from rl.engine.model_runner import ModelRunner
-from rl.trajectory import Request
-from spec.budget.budget import Budget
-from spec.config import SamplingConfig
-from spec.drafter import Drafter
-from spec.eagle.training_data import HiddenStateSink
-from spec.reuse.agreement import FIRST_RATE
-from spec.reuse.prefix_rule import PrefixRule
-from spec.round_times import RoundTimes
+from reprise.models.paged_cache import Cache
+from reprise.models.token_bytes import TokenBytes
+from reprise.models.transformer import Params
+from reprise.rl.engine.ending import Endings, padded_ids
+from reprise.rl.engine.model_runner import ModelRunner
+from reprise.rl.trajectory import Request
+from reprise.spec.budget.budget import Budget
+from reprise.spec.config import SamplingConfig
+from reprise.spec.drafter import Drafter
+from reprise.spec.eagle.training_data import HiddenStateSink
+from reprise.spec.reuse.agreement import FIRST_RATE
+from reprise.spec.reuse.prefix_rule import PrefixRule
+from reprise.spec.round_times import RoundTimes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -12,18 +12,18 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from models.kv_cache import Entries
-from rl.engine.model_runner import ModelRunner
-from rl.engine.rollout_spec import RolloutSpec
-from rl.engine.slot_cache import NextDraws, SlotCache
-from rl.engine.slot_table import SlotTable
-from rl.engine.speculate import Speculator
-from rl.engine.stats import EngineStats
-from spec.budget.budget import DraftDecision
-from spec.draft_cache.drafting import draft_rounds, unpack_rounds
-from spec.drafter import Drafts, LiveSlots
-from spec.nodes import by_slot, pack, unpack_draws
-from spec.verify import (
+from reprise.models.kv_cache import Entries
+from reprise.rl.engine.model_runner import ModelRunner
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.engine.slot_cache import NextDraws, SlotCache
+from reprise.rl.engine.slot_table import SlotTable
+from reprise.rl.engine.speculate import Speculator
+from reprise.rl.engine.stats import EngineStats
+from reprise.spec.budget.budget import DraftDecision
+from reprise.spec.draft_cache.drafting import draft_rounds, unpack_rounds
+from reprise.spec.drafter import Drafts, LiveSlots
+from reprise.spec.nodes import by_slot, pack, unpack_draws
+from reprise.spec.verify import (
     Slots,
     chunks_alone,
     chunks_beside_roots,

@@ -7,12 +7,12 @@ from collections.abc import Collection, Sequence
 import jax
 import numpy as np
 
-from models import kv_cache
-from models.kv_cache import resize
-from rl.engine import admission
-from rl.engine.model_runner import ModelRunner
-from rl.engine.slot_table import SlotTable
-from rl.trajectory import HostKv, PartialRequest
+from reprise.models import kv_cache
+from reprise.models.kv_cache import resize
+from reprise.rl.engine import admission
+from reprise.rl.engine.model_runner import ModelRunner
+from reprise.rl.engine.slot_table import SlotTable
+from reprise.rl.trajectory import HostKv, PartialRequest
 
 
 class RowMemory:

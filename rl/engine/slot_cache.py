@@ -14,17 +14,17 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from models import kv_cache
-from models.paged_cache import Cache
-from rl.engine import admission, cache_ops
-from rl.engine.model_runner import ModelRunner
-from rl.engine.page_memory import PageMemory
-from rl.engine.row_memory import RowMemory
-from rl.engine.slot_table import SlotTable
-from rl.engine.state_delivery import Ended, StateDelivery
-from rl.trajectory import PartialRequest
-from spec.reuse.chunk_price import Bucket
-from spec.verify import Slots, settle
+from reprise.models import kv_cache
+from reprise.models.paged_cache import Cache
+from reprise.rl.engine import admission, cache_ops
+from reprise.rl.engine.model_runner import ModelRunner
+from reprise.rl.engine.page_memory import PageMemory
+from reprise.rl.engine.row_memory import RowMemory
+from reprise.rl.engine.slot_table import SlotTable
+from reprise.rl.engine.state_delivery import Ended, StateDelivery
+from reprise.rl.trajectory import PartialRequest
+from reprise.spec.reuse.chunk_price import Bucket
+from reprise.spec.verify import Slots, settle
 
 
 class NextDraws(NamedTuple):

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from rl.engine.cached_prefixes import CachedPrefixes
-from rl.engine.ending import Endings
-from rl.trajectory import (
+from reprise.rl.engine.cached_prefixes import CachedPrefixes
+from reprise.rl.engine.ending import Endings
+from reprise.rl.trajectory import (
     FinishReason,
     Origin,
     PartialRequest,
@@ -25,9 +25,9 @@ from rl.trajectory import (
     Trajectory,
     of_prefix,
 )
-from spec.config import SamplingConfig
-from spec.drafter import LiveSlots
-from spec.sampling import noise_names
+from reprise.spec.config import SamplingConfig
+from reprise.spec.drafter import LiveSlots
+from reprise.spec.sampling import noise_names
 
 
 class KnownPrompt(NamedTuple):

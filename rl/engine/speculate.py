@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl.engine.cached_prefixes import CachedPrefixes
-from rl.engine.config import EngineConfig
-from rl.engine.rollout_spec import Drafting
-from rl.engine.stats import EngineStats
-from spec.budget.budget import DraftDecision, FixedBudget, PlainSpell, plain
-from spec.draft_cache.drafting import DraftedRound
-from spec.drafter import (
+from reprise.rl.engine.cached_prefixes import CachedPrefixes
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.rollout_spec import Drafting
+from reprise.rl.engine.stats import EngineStats
+from reprise.spec.budget.budget import DraftDecision, FixedBudget, PlainSpell, plain
+from reprise.spec.draft_cache.drafting import DraftedRound
+from reprise.spec.drafter import (
     Acceptance,
     Drafts,
     LiveSlots,

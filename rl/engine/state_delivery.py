@@ -15,7 +15,7 @@ from typing import Self
 import jax
 import numpy as np
 
-from spec.eagle.training_data import HiddenStates, HiddenStateSink
+from reprise.spec.eagle.training_data import HiddenStates, HiddenStateSink
 
 MAX_WAITING_BYTES = 2**30  # in addition to one sequence; of the device, and of the host
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from models.folder import read_plain, replace_file
-from rl.engine.worker_record import WorkerEvent, WorkerPart, of_json
-from rl.runtime.run_files import TIMELINE_FILE
-from sched.request import copy_of
-from spec.drafter import Acceptance, Drafts, Source, by_source
-from spec.round_times import RoundTimes
+from reprise.models.folder import read_plain, replace_file
+from reprise.rl.engine.worker_record import WorkerEvent, WorkerPart, of_json
+from reprise.rl.runtime.run_files import TIMELINE_FILE
+from reprise.sched.request import copy_of
+from reprise.spec.drafter import Acceptance, Drafts, Source, by_source
+from reprise.spec.round_times import RoundTimes
 
 MAX_TIMELINE_BYTES = 2**28
 PAUSE = 4.0  # times the usual seconds: longer than any round of its kind, shorter than a stop

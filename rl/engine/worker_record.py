@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from models.folder import held
-from rl.runtime.run_files import WORKERS_FILE
+from reprise.models.folder import held
+from reprise.rl.runtime.run_files import WORKERS_FILE
 
 Kind = Literal["joined", "killed", "hung", "raised"]
 Span = tuple[float, float]

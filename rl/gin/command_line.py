@@ -7,15 +7,16 @@ import re
 import sys
 from collections.abc import Sequence
 
-from rl.gin.loader import describe, fields_called
-from rl.gin.values import ConfigError, nearest
-from rl.runtime.progress import printable, say
+from reprise.models.hints import program
+from reprise.rl.gin.loader import describe, fields_called
+from reprise.rl.gin.values import ConfigError, nearest
+from reprise.rl.runtime.progress import printable, say
 
 
-def config_parser(program: str, doc: str | None) -> argparse.ArgumentParser:
+def config_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     """Return a parser of `--gin_file`, `--gin.Section.field` and `--list`."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {program}",
+        prog=program(name),
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # `--gin` must not pass for `--gin_file`

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from rl.gin.values import ConfigError
+from reprise.rl.gin.values import ConfigError
 
 MAX_FILES = 64  # read for one configuration, counted as often as they are included
 MAX_INCLUDE_DEPTH = 16

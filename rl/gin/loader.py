@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from models.hf_files import shown
-from rl.gin.grammar import Binding, Macro, Reference, read_files, read_override
-from rl.gin.values import (
+from reprise.models.hf_files import shown
+from reprise.rl.gin.grammar import Binding, Macro, Reference, read_files, read_override
+from reprise.rl.gin.values import (
     ConfigError,
     Mismatch,
     choices,
@@ -29,7 +29,7 @@ from rl.gin.values import (
     nearest,
     spell,
 )
-from rl.runtime.run_files import PROJECT_ROOT, resolve_path
+from reprise.rl.runtime.run_files import PROJECT_ROOT, resolve_path
 
 MAX_VALUES = 10_000  # in a configuration, with macros expanded
 MAX_DEPTH = 32  # of nested lists and macros

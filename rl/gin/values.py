@@ -8,6 +8,8 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal
 
+from reprise.models.hints import program
+
 AUTO: Literal["auto"] = "auto"  # a size that `rl.preflight.sizes` finds
 
 
@@ -56,8 +58,8 @@ def found_size(name: str, size: int | Literal["auto"]) -> int:
     """Return a size. Raises ValueError if it is still "auto"."""
     if size == AUTO:
         raise ValueError(
-            f"{name}: expected a number, got {AUTO!r}, for which python -m rl.preflight and "
-            "python -m rl.train, as one process, find one: write the number that preflight finds"
+            f"{name}: expected a number, got {AUTO!r}, for which {program('preflight')} and "
+            f"{program('train')}, as one process, find one: write the number that preflight finds"
         )
     return size
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl.learner.algorithms import Estimator, Normalisation
+from reprise.rl.learner.algorithms import Estimator, Normalisation
 
 STD_FLOOR = 1e-4  # TRL's; keeps a group of nearly equal rewards from exploding
 # Sums in another order differ by this much: of numbers near 1 in float32, of any size in float64.

@@ -11,7 +11,7 @@ import math
 import typing
 from typing import Any, Literal
 
-from rl.gin.values import choices
+from reprise.rl.gin.values import choices
 
 Name = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "ppo"]
 Estimator = Literal["group", "leave_one_out", "gae"]

@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from models.config import ModelConfig
-from models.layout import layers_per_input
-from rl.gin.values import AUTO, found_size
-from rl.learner.algorithms import AlgorithmConfig, CriticConfig, adam_rules, require
+from reprise.models.config import ModelConfig
+from reprise.models.layout import layers_per_input
+from reprise.rl.gin.values import AUTO, found_size
+from reprise.rl.learner.algorithms import AlgorithmConfig, CriticConfig, adam_rules, require
 
 MAX_COUNT = 2**24  # tokens of a micro-batch, and optimizer steps of a batch
 
@@ -162,7 +162,10 @@ def why_other_bits(model: ModelConfig, tensor_ways: int) -> str | None:
 
     The heads of the trained weights are split `tensor_ways`.
     """
-    from models.kernels.cpu_tiles import LANES, LINE  # of a head, and of the inputs of a product
+    from reprise.models.kernels.cpu_tiles import (  # of a head, and of the inputs of a product
+        LANES,
+        LINE,
+    )
 
     if reason := _split_heads(model, tensor_ways):
         return reason
@@ -184,8 +187,8 @@ def why_other_bits_on_accelerators(
     """
     import jax.numpy as jnp
 
-    from models import sums_in_order_on_accelerators
-    from models.kernels import hopper, page_attention_gpu, page_attention_tpu, products_tpu
+    from reprise.models import sums_in_order_on_accelerators
+    from reprise.models.kernels import hopper, page_attention_gpu, page_attention_tpu, products_tpu
 
     is_tpu = platform == "tpu"
     if not sums_in_order_on_accelerators():

@@ -15,21 +15,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import transformer
-from models.config import ModelConfig
-from models.sharding import replicated
-from models.transformer import Params, ParamSpec, param_specs
-from rl.learner import gradient_accumulation
-from rl.learner.advantages import gae, whiten
-from rl.learner.algorithms import AlgorithmConfig
-from rl.learner.config import OptimizerConfig, TrainSpec
-from rl.learner.gradient_accumulation import Network, Report, StepScalars
-from rl.learner.logprobs import at_responses, by_sample, unwatched
-from rl.learner.losses import LossInputs, TokenStatistics, token_weights
-from rl.learner.micro_batches import CriticTargets, MicroBatch, TrainSample
-from rl.learner.optimizer import CriticState, make_optimizer, settle, trained_shapes
-from rl.learner.policy_losses import clipped_value_loss
-from rl.packing import Shape
+from reprise.models import transformer
+from reprise.models.config import ModelConfig
+from reprise.models.sharding import replicated
+from reprise.models.transformer import Params, ParamSpec, param_specs
+from reprise.rl.learner import gradient_accumulation
+from reprise.rl.learner.advantages import gae, whiten
+from reprise.rl.learner.algorithms import AlgorithmConfig
+from reprise.rl.learner.config import OptimizerConfig, TrainSpec
+from reprise.rl.learner.gradient_accumulation import Network, Report, StepScalars
+from reprise.rl.learner.logprobs import at_responses, by_sample, unwatched
+from reprise.rl.learner.losses import LossInputs, TokenStatistics, token_weights
+from reprise.rl.learner.micro_batches import CriticTargets, MicroBatch, TrainSample
+from reprise.rl.learner.optimizer import CriticState, make_optimizer, settle, trained_shapes
+from reprise.rl.learner.policy_losses import clipped_value_loss
+from reprise.rl.packing import Shape
 
 
 @jax.tree_util.register_dataclass

@@ -10,12 +10,12 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from models.config import ModelConfig
-from rl.learner import micro_batches
-from rl.learner.drawn import DrawnResponses
-from rl.learner.micro_batches import MicroBatch, Packed
-from rl.packing import Response, Shape
-from spec.config import SamplingConfig
+from reprise.models.config import ModelConfig
+from reprise.rl.learner import micro_batches
+from reprise.rl.learner.drawn import DrawnResponses
+from reprise.rl.learner.micro_batches import MicroBatch, Packed
+from reprise.rl.packing import Response, Shape
+from reprise.spec.config import SamplingConfig
 
 FLOATS = "weights", "logprobs", "advantages", "low", "high"
 

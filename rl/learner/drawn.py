@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from spec.config import SamplingConfig
+from reprise.spec.config import SamplingConfig
 
 MAX_BYTES = 2**26  # of responses remembered: up to 8 million tokens
 ENTRY_BYTES = 500  # of the Python objects of a response

@@ -11,11 +11,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.config import MeshConfig, ModelConfig, ParamSpec
-from models.layout import AXES
-from models.sharding import fitting_sharding, make_mesh
-from models.transformer import Params, param_specs
-from rl.runtime.devices import in_turn
+from reprise.models.config import MeshConfig, ModelConfig, ParamSpec
+from reprise.models.layout import AXES
+from reprise.models.sharding import fitting_sharding, make_mesh
+from reprise.models.transformer import Params, param_specs
+from reprise.rl.runtime.devices import in_turn
 
 _Bounds = tuple[tuple[int, int], ...]  # of a part of an array, by axis: start and end
 

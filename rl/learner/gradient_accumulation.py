@@ -20,17 +20,17 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models import sharding
-from models.config import ModelConfig
-from models.layout import RULES
-from models.sharding import constrain, replicated, ways_in_use
-from models.training import adding
-from rl.learner import losses
-from rl.learner.config import OptimizerConfig, TrainSpec
-from rl.learner.losses import TokenStatistics
-from rl.learner.micro_batches import MicroBatch, Packed, TrainSample
-from rl.learner.optimizer import CriticState, TrainState, learning_rate, make_optimizer
-from rl.runtime.devices import in_turn
+from reprise.models import sharding
+from reprise.models.config import ModelConfig
+from reprise.models.layout import RULES
+from reprise.models.sharding import constrain, replicated, ways_in_use
+from reprise.models.training import adding
+from reprise.rl.learner import losses
+from reprise.rl.learner.config import OptimizerConfig, TrainSpec
+from reprise.rl.learner.losses import TokenStatistics
+from reprise.rl.learner.micro_batches import MicroBatch, Packed, TrainSample
+from reprise.rl.learner.optimizer import CriticState, TrainState, learning_rate, make_optimizer
+from reprise.rl.runtime.devices import in_turn
 
 State = TypeVar("State", TrainState, CriticState)
 T = TypeVar("T")

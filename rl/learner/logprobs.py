@@ -15,17 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models import transformer
-from models.config import Adapted, LowRank
-from models.layout import RULES, logits_axes
-from models.sharding import constrain, replicated, sizes_in_use, ways_in_use, ways_outside
-from models.transformer import Params
-from rl.learner import micro_batches
-from rl.learner.config import TrainSpec
-from rl.learner.micro_batches import MicroBatch, Packed, TrainSample
-from rl.packing import Shape
-from rl.runtime.devices import in_turn
-from spec.sampling import Processing, log_probs
+from reprise.models import transformer
+from reprise.models.config import Adapted, LowRank
+from reprise.models.layout import RULES, logits_axes
+from reprise.models.sharding import constrain, replicated, sizes_in_use, ways_in_use, ways_outside
+from reprise.models.transformer import Params
+from reprise.rl.learner import micro_batches
+from reprise.rl.learner.config import TrainSpec
+from reprise.rl.learner.micro_batches import MicroBatch, Packed, TrainSample
+from reprise.rl.packing import Shape
+from reprise.rl.runtime.devices import in_turn
+from reprise.spec.sampling import Processing, log_probs
 
 
 def cast(params: Params, dtype: Any) -> Params:

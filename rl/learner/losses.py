@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from rl.learner.algorithms import Aggregation, Algorithm, AlgorithmConfig, KLEstimator
-from rl.learner.policy_losses import importance_weights, policy_loss
-from rl.trajectory import Origin
+from reprise.rl.learner.algorithms import Aggregation, Algorithm, AlgorithmConfig, KLEstimator
+from reprise.rl.learner.policy_losses import importance_weights, policy_loss
+from reprise.rl.trajectory import Origin
 
 
 @jax.tree_util.register_dataclass

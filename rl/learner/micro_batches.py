@@ -12,13 +12,13 @@ from functools import partial
 import jax
 import numpy as np
 
-from models.attention import Packing
-from rl import packing
-from rl.learner.losses import CriticInputs, LossInputs
-from rl.packing import Response, Row, Shape
-from rl.trajectory import Trajectory
-from spec.config import SamplingConfig
-from spec.sampling import Processing
+from reprise.models.attention import Packing
+from reprise.rl import packing
+from reprise.rl.learner.losses import CriticInputs, LossInputs
+from reprise.rl.packing import Response, Row, Shape
+from reprise.rl.trajectory import Trajectory
+from reprise.spec.config import SamplingConfig
+from reprise.spec.sampling import Processing
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -13,20 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from models.config import trained_specs
-from models.sharding import replicated
-from models.training import clipped_adamw
-from models.transformer import Params
-from rl.learner import logprobs, trainer
-from rl.learner.algorithms import MIN_EPS, adam_rules, require
-from rl.learner.config import TrainSpec
-from rl.learner.data import Datum, DatumInputs, pack
-from rl.learner.drawn import DrawnResponses
-from rl.learner.gradient_accumulation import Network, all_finite, whole
-from rl.learner.losses import TokenStatistics
-from rl.learner.micro_batches import MicroBatch
-from rl.learner.optimizer import TrainState
-from rl.packing import Shape
+from reprise.models.config import trained_specs
+from reprise.models.sharding import replicated
+from reprise.models.training import clipped_adamw
+from reprise.models.transformer import Params
+from reprise.rl.learner import logprobs, trainer
+from reprise.rl.learner.algorithms import MIN_EPS, adam_rules, require
+from reprise.rl.learner.config import TrainSpec
+from reprise.rl.learner.data import Datum, DatumInputs, pack
+from reprise.rl.learner.drawn import DrawnResponses
+from reprise.rl.learner.gradient_accumulation import Network, all_finite, whole
+from reprise.rl.learner.losses import TokenStatistics
+from reprise.rl.learner.micro_batches import MicroBatch
+from reprise.rl.learner.optimizer import TrainState
+from reprise.rl.packing import Shape
 
 
 @jax.tree_util.register_dataclass

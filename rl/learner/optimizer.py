@@ -11,10 +11,10 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models import sharding
-from models.training import clipped_adamw
-from models.transformer import Params
-from rl.learner.config import OptimizerConfig
+from reprise.models import sharding
+from reprise.models.training import clipped_adamw
+from reprise.models.transformer import Params
+from reprise.rl.learner.config import OptimizerConfig
 
 
 @jax.tree_util.register_dataclass

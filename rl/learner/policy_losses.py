@@ -10,7 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from rl.learner.algorithms import Algorithm, Correction
+from reprise.rl.learner.algorithms import Algorithm, Correction
 
 
 def sequence_ratio(

@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from models.config import trained_specs, with_adapters
-from models.row_attention import segment_tokens
-from models.sharding import ways_in_use
-from models.transformer import Params
-from rl import packing
-from rl.learner import critic, gradient_accumulation, logprobs, losses, micro_batches
-from rl.learner.config import TrainSpec
-from rl.learner.critic import CRITIC
-from rl.learner.gradient_accumulation import (
+from reprise.models.config import trained_specs, with_adapters
+from reprise.models.row_attention import segment_tokens
+from reprise.models.sharding import ways_in_use
+from reprise.models.transformer import Params
+from reprise.rl import packing
+from reprise.rl.learner import critic, gradient_accumulation, logprobs, losses, micro_batches
+from reprise.rl.learner.config import TrainSpec
+from reprise.rl.learner.critic import CRITIC
+from reprise.rl.learner.gradient_accumulation import (
     Call,
     Health,
     Network,
@@ -39,13 +39,13 @@ from rl.learner.gradient_accumulation import (
     join,
     start,
 )
-from rl.learner.logprobs import place, placed_shapes
-from rl.learner.micro_batches import MicroBatch, Packed, TrainSample
-from rl.learner.optimizer import TrainState, settle
-from rl.packing import Shape
-from rl.runtime.devices import in_turn
-from rl.trajectory import Trajectory
-from spec.config import SamplingConfig
+from reprise.rl.learner.logprobs import place, placed_shapes
+from reprise.rl.learner.micro_batches import MicroBatch, Packed, TrainSample
+from reprise.rl.learner.optimizer import TrainState, settle
+from reprise.rl.packing import Shape
+from reprise.rl.runtime.devices import in_turn
+from reprise.rl.trajectory import Trajectory
+from reprise.spec.config import SamplingConfig
 
 OnPass = Callable[[bool], None]  # whether nothing of the batch is applied yet
 

@@ -6,7 +6,7 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
-from rl.metrics.writer import Row
+from reprise.rl.metrics.writer import Row
 
 
 def summary_lines(rows: Sequence[Row], evals: Sequence[Row] = ()) -> list[str]:

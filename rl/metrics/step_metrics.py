@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from models.tokenizer import Tokenizer
-from rl.data.tasks import Example
-from rl.engine.stats import EngineStats, speculation_metrics, tail_seconds
-from rl.metrics.diversity import distinct_1, self_bleu
-from rl.rewards.scores import Score
-from rl.trajectory import Trajectory
-from spec.round_times import RoundTimes
+from reprise.models.tokenizer import Tokenizer
+from reprise.rl.data.tasks import Example
+from reprise.rl.engine.stats import EngineStats, speculation_metrics, tail_seconds
+from reprise.rl.metrics.diversity import distinct_1, self_bleu
+from reprise.rl.rewards.scores import Score
+from reprise.rl.trajectory import Trajectory
+from reprise.spec.round_times import RoundTimes
 
 
 def step_metrics(

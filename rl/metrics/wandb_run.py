@@ -12,8 +12,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from models.folder import Folder
-from rl.runtime.run_files import WANDB_FOLDER, WANDB_ID_FILE
+from reprise.models.folder import Folder
+from reprise.rl.runtime.run_files import WANDB_FOLDER, WANDB_ID_FILE
 
 
 class WandbRun:

@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from models.folder import Folder, read_plain
-from rl.metrics.tensorboard import EventFile
-from rl.runtime.run_files import (
+from reprise.models.folder import Folder, read_plain
+from reprise.rl.metrics.tensorboard import EventFile
+from reprise.rl.runtime.run_files import (
     EVAL_SAMPLES_FILE,
     METRICS_FILE,
     ROW_FILES,
@@ -32,8 +32,8 @@ from rl.runtime.run_files import (
 )
 
 if TYPE_CHECKING:
-    from rl.engine.worker_record import WorkerStep
-    from rl.metrics.wandb_run import WandbRun
+    from reprise.rl.engine.worker_record import WorkerStep
+    from reprise.rl.metrics.wandb_run import WandbRun
 
 WALL_CLOCK_PREFIXES = ("time/", "perf/", "workers/", "weights/", "ahead/", "drafting/", "bandit/")
 WALL_CLOCK_NAMES = {
@@ -89,7 +89,7 @@ class MetricsWriter:
         self._tensorboard = self._open_tensorboard(None) if config.tensorboard else None
         self._wandb: WandbRun | None = None
         if config.wandb_project:
-            from rl.metrics.wandb_run import WandbRun
+            from reprise.rl.metrics.wandb_run import WandbRun
 
             self._wandb = WandbRun(self._folder, config.wandb_project, self._rows())
         else:  # a W&B run without these rows is not resumed
@@ -135,7 +135,7 @@ class MetricsWriter:
         """Write the workers' record of a step; drop the older half if the file gets too large."""
         if row is None:
             return
-        from rl.engine.worker_record import MAX_BYTES  # simulations read rows without it
+        from reprise.rl.engine.worker_record import MAX_BYTES  # simulations read rows without it
 
         self._append(WORKERS_FILE, dataclasses.asdict(row))
         file = self._files.get(WORKERS_FILE)
@@ -225,7 +225,7 @@ class RowsOnly(MetricsWriter):
 def check_installed(config: MetricsConfig) -> None:
     """Raise ModuleNotFoundError for a package that is configured and missing."""
     if config.wandb_project:
-        from rl.metrics import wandb_run
+        from reprise.rl.metrics import wandb_run
 
         wandb_run.package()
 

@@ -18,18 +18,19 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from models import hf
-from models.config import ModelConfig
-from rl.config import TrainConfig
-from rl.config_checks import check_sections
-from rl.gin.command_line import config_parser, parse_command_line
-from rl.gin.loader import load
-from rl.preflight import targets
-from rl.rewards.config import validate
-from rl.runtime.devices import keep_order
-from rl.runtime.exit_codes import EXIT_USAGE
-from rl.runtime.progress import say
-from rl.runtime.run_files import resolve_path
+from reprise.models import hf
+from reprise.models.config import ModelConfig
+from reprise.models.hints import program
+from reprise.rl.config import TrainConfig
+from reprise.rl.config_checks import check_sections
+from reprise.rl.gin.command_line import config_parser, parse_command_line
+from reprise.rl.gin.loader import load
+from reprise.rl.preflight import targets
+from reprise.rl.rewards.config import validate
+from reprise.rl.runtime.devices import keep_order
+from reprise.rl.runtime.exit_codes import EXIT_USAGE
+from reprise.rl.runtime.progress import say
+from reprise.rl.runtime.run_files import resolve_path
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"  # as of rl.train
 SHIPPED = Path("configs/real")  # shapes of published policies
@@ -37,7 +38,7 @@ SHIPPED = Path("configs/real")  # shapes of published policies
 
 def main(argv: Sequence[str]) -> int:
     """Parse the command line, compile and report; return the exit code."""
-    parser = config_parser("rl.preflight", __doc__)
+    parser = config_parser("preflight", __doc__)
     parser.add_argument(
         "--target", required=True, metavar="KIND:TOPOLOGY", help="as v5p:2x2x4, h100:1x1x8, cpu:8"
     )
@@ -85,8 +86,8 @@ def policy_shape(directory: str, gin_files: Sequence[str]) -> ModelConfig:
 def _preflight(
     config: TrainConfig, model: ModelConfig, target: targets.Target, args: Namespace
 ) -> int:
-    from rl.preflight import report, sizes
-    from rl.preflight.fit import Fitting
+    from reprise.rl.preflight import report, sizes
+    from reprise.rl.preflight.fit import Fitting
 
     say(f"compiling for {target.count} devices of {target.name}: tracing the programs", sys.stderr)
     compile_for = targets.devices_of(target)
@@ -108,7 +109,7 @@ def _preflight(
     say("\n".join([*report.lines_of(fit), *report.lines_of_sizes(values)]))
     if not fit.fits:
         say(f"error: {report.refusal(fit)}", sys.stderr)
-    say("policy, tokenizer and task files are not read: python -m rl.train --dry_run does")
+    say(f"policy, tokenizer and task files are not read: {program('train')} --dry_run does")
     if args.json:
         say(json.dumps(report.as_json(fit) | {"sizes": values}))
     return 0 if fit.fits else EXIT_USAGE

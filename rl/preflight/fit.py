@@ -23,12 +23,12 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import cached_property
 from typing import Any
 
-from models.config import ModelConfig, num_params
-from models.layout import layers_per_input
-from rl.config import TrainConfig
-from rl.memory import ROLLOUTS, TRAINING, Parts
-from rl.preflight.programs import RunProgram, RunPrograms
-from rl.preflight.targets import Target
+from reprise.models.config import ModelConfig, num_params
+from reprise.models.layout import layers_per_input
+from reprise.rl.config import TrainConfig
+from reprise.rl.memory import ROLLOUTS, TRAINING, Parts
+from reprise.rl.preflight.programs import RunProgram, RunPrograms
+from reprise.rl.preflight.targets import Target
 
 OnCompiled = Callable[[str, int, int], None]  # (programs, number compiled, number to compile)
 SAY_S = 60.0  # between two calls of it

@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import hf, sharding, transformer
-from models.config import MeshConfig, ModelConfig, trained_specs
-from models.sharding import make_mesh
-from rl.config import TrainConfig, drafter_shape, recipe
-from rl.engine.engine import Engine
-from rl.first_programs import rollout_reach
-from rl.learner import critic, trainer
-from rl.learner.optimizer import TrainState, make_optimizer, state_shapes
-from rl.memory import (
+from reprise.models import hf, sharding, transformer
+from reprise.models.config import MeshConfig, ModelConfig, trained_specs
+from reprise.models.sharding import make_mesh
+from reprise.rl.config import TrainConfig, drafter_shape, recipe
+from reprise.rl.engine.engine import Engine
+from reprise.rl.first_programs import rollout_reach
+from reprise.rl.learner import critic, trainer
+from reprise.rl.learner.optimizer import TrainState, make_optimizer, state_shapes
+from reprise.rl.memory import (
     ROLLOUTS,
     TRAINING,
     Parts,
@@ -29,20 +29,20 @@ from rl.memory import (
     held_arrays,
     num_bytes,
 )
-from rl.runtime.run_files import resolve_path
-from rl.setup import check_bits
-from rl.speculation.device_drafters import (
+from reprise.rl.runtime.run_files import resolve_path
+from reprise.rl.setup import check_bits
+from reprise.rl.speculation.device_drafters import (
     DeviceDrafters,
     DeviceDrafterSource,
     DraftModel,
     LearnedDrafter,
 )
-from rl.warm_up import compile_buckets
-from rl.warm_up.rollout_programs import WHOLE_MODEL, Pool, Program
-from spec.budget.config import LEARNED, MODEL
-from spec.eagle import model as eagle
-from spec.eagle.model import EagleWeights
-from spec.verify import verify_round
+from reprise.rl.warm_up import compile_buckets
+from reprise.rl.warm_up.rollout_programs import WHOLE_MODEL, Pool, Program
+from reprise.spec.budget.config import LEARNED, MODEL
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle.model import EagleWeights
+from reprise.spec.verify import verify_round
 
 # Arguments of rollout programs that stay on a device from one program to the next.
 HELD = {

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rl.memory import FIX
-from rl.preflight.fit import Fit, Measured
+from reprise.rl.memory import FIX
+from reprise.rl.preflight.fit import Fit, Measured
 
 COLUMNS = ("program", "arguments", "temporaries", "extra", "compiler")
 

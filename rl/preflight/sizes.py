@@ -15,17 +15,17 @@ import sys
 from functools import cached_property
 from typing import Literal
 
-from models.config import ModelConfig
-from models.layout import axis_ways
-from rl import packing
-from rl.config import SIZES, TrainConfig
-from rl.first_programs import rollout_reach
-from rl.memory import ROLLOUTS, TRAINING, USABLE_SHARE, opened_devices
-from rl.preflight.fit import BOTH, Fit, Fitting
-from rl.preflight.targets import attached
-from rl.runtime import devices
-from rl.runtime.progress import say
-from spec.buckets import bucket
+from reprise.models.config import ModelConfig
+from reprise.models.layout import axis_ways
+from reprise.rl import packing
+from reprise.rl.config import SIZES, TrainConfig
+from reprise.rl.first_programs import rollout_reach
+from reprise.rl.memory import ROLLOUTS, TRAINING, USABLE_SHARE, opened_devices
+from reprise.rl.preflight.fit import BOTH, Fit, Fitting
+from reprise.rl.preflight.targets import attached
+from reprise.rl.runtime import devices
+from reprise.rl.runtime.progress import say
+from reprise.spec.buckets import bucket
 
 MICRO_BATCH_TOKENS = 8192  # products with the weights are compute-bound from far fewer on
 MAX_SLOTS = 256

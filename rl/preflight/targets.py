@@ -14,8 +14,8 @@ import sys
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
-from models.hints import install_hint
-from sched.simulator.roofline import ACCELERATORS, Accelerator
+from reprise.models.hints import install_hint
+from reprise.sched.simulator.roofline import ACCELERATORS, Accelerator
 
 # Properties of an H100 SXM and versions of its libraries, as a GpuTargetConfigProto in text form.
 H100_PROPERTIES = """

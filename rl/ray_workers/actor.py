@@ -18,16 +18,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from models import transformer
-from models.sharding import rollout_mesh
-from rl.cluster import ray_session
-from rl.cluster.actors import ActorDied, Handle
-from rl.drafter_training.trainer import empty_batch
-from rl.drafting.workers import RemoteDrafts
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import DrafterFactory, RolloutSpec
-from rl.engine.stats import EngineStats
-from rl.ray_workers.place import (
+from reprise.models import transformer
+from reprise.models.sharding import rollout_mesh
+from reprise.rl.cluster import ray_session
+from reprise.rl.cluster.actors import ActorDied, Handle
+from reprise.rl.drafter_training.trainer import empty_batch
+from reprise.rl.drafting.workers import RemoteDrafts
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import DrafterFactory, RolloutSpec
+from reprise.rl.engine.stats import EngineStats
+from reprise.rl.ray_workers.place import (
     Bounds,
     LearnedSettings,
     Measured,
@@ -35,26 +35,26 @@ from rl.ray_workers.place import (
     RolloutMessage,
     WorkerSettings,
 )
-from rl.runtime.parallel_compile import keep_programs
-from rl.runtime.waits import ProgramLost
-from rl.speculation.device_drafters import DeviceDrafterSource, DraftModel, LearnedDrafter
-from rl.speculation.history_workers import history_index
-from rl.speculation.sources import Speculation, StepDrafts, history_rule
-from rl.warm_up import compile_buckets, transfer_times
-from rl.warm_up.rollout_programs import Reach
-from rl.warm_up.round_times import load_or_measure
-from rl.weights.versions import Offer, WeightCopy
-from rl.workers.group_drafts import SharedDrafts
-from rl.workers.messages import Command, Report, WorkerLimits
-from rl.workers.worker import RolloutWorker
-from spec.budget.config import BANDIT, LEARNED, MODEL
-from spec.config import SamplingConfig
-from spec.eagle import model as eagle
-from spec.eagle import training as drafter_training
-from spec.eagle.model import EagleParams, EagleWeights
-from spec.eagle.training_data import DrafterBatch, HiddenStates, RequestSample
-from spec.reuse.rollout_cache import RolloutCache
-from spec.sampling import KEY_IMPL
+from reprise.rl.runtime.parallel_compile import keep_programs
+from reprise.rl.runtime.waits import ProgramLost
+from reprise.rl.speculation.device_drafters import DeviceDrafterSource, DraftModel, LearnedDrafter
+from reprise.rl.speculation.history_workers import history_index
+from reprise.rl.speculation.sources import Speculation, StepDrafts, history_rule
+from reprise.rl.warm_up import compile_buckets, transfer_times
+from reprise.rl.warm_up.rollout_programs import Reach
+from reprise.rl.warm_up.round_times import load_or_measure
+from reprise.rl.weights.versions import Offer, WeightCopy
+from reprise.rl.workers.group_drafts import SharedDrafts
+from reprise.rl.workers.messages import Command, Report, WorkerLimits
+from reprise.rl.workers.worker import RolloutWorker
+from reprise.spec.budget.config import BANDIT, LEARNED, MODEL
+from reprise.spec.config import SamplingConfig
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle import training as drafter_training
+from reprise.spec.eagle.model import EagleParams, EagleWeights
+from reprise.spec.eagle.training_data import DrafterBatch, HiddenStates, RequestSample
+from reprise.spec.reuse.rollout_cache import RolloutCache
+from reprise.spec.sampling import KEY_IMPL
 
 
 class _Sink:

@@ -16,26 +16,31 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from models.config import ModelConfig
-from models.transformer import Params
-from rl.cluster.actors import Actor
-from rl.drafting.workers import DraftsApart
-from rl.engine.config import EngineConfig
-from rl.engine.rollout_spec import RolloutSpec, no_drafts
-from rl.engine.stats import EngineStats
-from rl.runtime.waits import ProgramLost
-from rl.speculation.config import DraftModelConfig, SpeculationConfig
-from rl.speculation.device_drafters import LearnedDrafter
-from rl.speculation.sources import Speculation, StepDrafts
-from rl.warm_up.rollout_programs import Reach
-from rl.weights.versions import Offer, Published
-from rl.workers.messages import Command, Prepare, Report, WorkerLimits
-from rl.workers.pool import DaemonThread, IdleWork
-from spec.budget.config import BANDIT, LEARNED, TunerConfig
-from spec.config import SamplingConfig
-from spec.eagle.config import DrafterTrainingConfig, EagleConfig, TreeConfig
-from spec.eagle.model import EagleParams
-from spec.eagle.training_data import DrafterBatch, HiddenStates, HiddenStateSink, RequestSample
+from reprise.models.config import ModelConfig
+from reprise.models.transformer import Params
+from reprise.rl.cluster.actors import Actor
+from reprise.rl.drafting.workers import DraftsApart
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.rollout_spec import RolloutSpec, no_drafts
+from reprise.rl.engine.stats import EngineStats
+from reprise.rl.runtime.waits import ProgramLost
+from reprise.rl.speculation.config import DraftModelConfig, SpeculationConfig
+from reprise.rl.speculation.device_drafters import LearnedDrafter
+from reprise.rl.speculation.sources import Speculation, StepDrafts
+from reprise.rl.warm_up.rollout_programs import Reach
+from reprise.rl.weights.versions import Offer, Published
+from reprise.rl.workers.messages import Command, Prepare, Report, WorkerLimits
+from reprise.rl.workers.pool import DaemonThread, IdleWork
+from reprise.spec.budget.config import BANDIT, LEARNED, TunerConfig
+from reprise.spec.config import SamplingConfig
+from reprise.spec.eagle.config import DrafterTrainingConfig, EagleConfig, TreeConfig
+from reprise.spec.eagle.model import EagleParams
+from reprise.spec.eagle.training_data import (
+    DrafterBatch,
+    HiddenStates,
+    HiddenStateSink,
+    RequestSample,
+)
 
 T = TypeVar("T")
 U = TypeVar("U")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl.reports.evaluations import ALL, figures_of, metric, with_bounds
-from rl.reports.runs import Run
-from rl.reports.style import number
+from reprise.rl.reports.evaluations import ALL, figures_of, metric, with_bounds
+from reprise.rl.reports.runs import Run
+from reprise.rl.reports.style import number
 
 NOTE = (
     "Over the steps that all of these runs have; of evaluations the last, with its 95% interval "

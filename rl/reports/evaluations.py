@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl.reports.style import legend_below, number, plain_text, run_look, step_axis, titles
+from reprise.rl.reports.style import legend_below, number, plain_text, run_look, step_axis, titles
 
 if TYPE_CHECKING:
-    from rl.reports.runs import Run
+    from reprise.rl.reports.runs import Run
 
 MAX_SETS = 12  # drawn or listed
 ALL = ""  # the name of all sets together

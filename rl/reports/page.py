@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl.reports.comparison import NOTE
-from rl.reports.style import number
+from reprise.rl.reports.comparison import NOTE
+from reprise.rl.reports.style import number
 
 MAX_TEXT_CHARS = 20_000
 PREVIEW_CHARS = 110

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl.reports import style
-from rl.reports.evaluations import EvalCurves
-from rl.reports.style import INK, legend_below, plain_text, run_look, step_axis, titles
-from rl.reports.timeline_plot import RolloutTimeline
-from rl.reports.workers_plot import WorkersTimeline
+from reprise.rl.reports import style
+from reprise.rl.reports.evaluations import EvalCurves
+from reprise.rl.reports.style import INK, legend_below, plain_text, run_look, step_axis, titles
+from reprise.rl.reports.timeline_plot import RolloutTimeline
+from reprise.rl.reports.workers_plot import WorkersTimeline
 
 if TYPE_CHECKING:
-    from rl.reports.runs import Run
+    from reprise.rl.reports.runs import Run
 
 OVERVIEW_FILE = "report.png"
 

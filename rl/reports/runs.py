@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from rl.engine.stats import RoundRecord, load_timeline
-from rl.engine.worker_record import WorkerStep, read_workers
-from rl.metrics.writer import Row, read_metrics, read_samples, step_rows
-from rl.reports.style import number
-from rl.runtime.run_files import EVAL_SAMPLES_FILE, METRICS_FILE, SAMPLES_FILE
+from reprise.rl.engine.stats import RoundRecord, load_timeline
+from reprise.rl.engine.worker_record import WorkerStep, read_workers
+from reprise.rl.metrics.writer import Row, read_metrics, read_samples, step_rows
+from reprise.rl.reports.style import number
+from reprise.rl.runtime.run_files import EVAL_SAMPLES_FILE, METRICS_FILE, SAMPLES_FILE
 
 MAX_DRAWN = 1e100  # of a metric: matplotlib adds and squares values for its axes
 TIME_PARTS = [f"time/{part}" for part in ("rollout", "reward", "score", "update", "checkpoint")]

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl.engine.stats import RoundRecord
-from rl.reports.style import legend_below, run_look, titles
+from reprise.rl.engine.stats import RoundRecord
+from reprise.rl.reports.style import legend_below, run_look, titles
 
 if TYPE_CHECKING:
-    from rl.reports.runs import Run
+    from reprise.rl.reports.runs import Run
 
 BAR_COLORS = ("#BBBBBB", "#A6CFE8", "#56A0CC", "#0072B2", "#00416A")
 BAR_LABELS = ("1 token per round", "2", "3–4", "5–8", "9 or more")

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl.engine.worker_record import WorkerEvent, WorkerPart, WorkerStep
-from rl.reports.style import INK, RUN_COLORS, legend_below, plain_text, run_look, titles
+from reprise.rl.engine.worker_record import WorkerEvent, WorkerPart, WorkerStep
+from reprise.rl.reports.style import INK, RUN_COLORS, legend_below, plain_text, run_look, titles
 
 if TYPE_CHECKING:
-    from rl.reports.runs import Run
+    from reprise.rl.reports.runs import Run
 
 Span = tuple[float, float]
 MAX_NAMED = 16  # lanes with the worker's name each

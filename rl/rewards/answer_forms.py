@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from rl.data import written_numbers
-from rl.data.answers import EXTRACTORS, extract_answer, with_marker
-from rl.data.tasks import Example
-from rl.rewards.math_answers import Plain, plain_value
+from reprise.rl.data import written_numbers
+from reprise.rl.data.answers import EXTRACTORS, extract_answer, with_marker
+from reprise.rl.data.tasks import Example
+from reprise.rl.rewards.math_answers import Plain, plain_value
 
 MARKERS = {"hash": "####", "boxed": r"\boxed{", "answer_tag": "</answer>"}
 OTHER, QUESTION = "another example's answer", "the question itself"

@@ -13,14 +13,14 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
-from rl.data.answers import with_marker
-from rl.data.tasks import Example, Task
-from rl.rewards.answer_forms import Form, differ, find_core, right_forms, wrong_forms
-from rl.rewards.config import BUILT_IN, RewardConfig
-from rl.rewards.findings import Reader, Row, Scored, findings
-from rl.rewards.pool import RewardPool
-from rl.rewards.process import RewardWorkerError
-from rl.rewards.scores import Score, ScoreJob
+from reprise.rl.data.answers import with_marker
+from reprise.rl.data.tasks import Example, Task
+from reprise.rl.rewards.answer_forms import Form, differ, find_core, right_forms, wrong_forms
+from reprise.rl.rewards.config import BUILT_IN, RewardConfig
+from reprise.rl.rewards.findings import Reader, Row, Scored, findings
+from reprise.rl.rewards.pool import RewardPool
+from reprise.rl.rewards.process import RewardWorkerError
+from reprise.rl.rewards.scores import Score, ScoreJob
 
 MAX_ROWS = 1000
 _LIMIT_S = 8.0

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from rl.data.answers import EXTRACTORS, Extractor
-from rl.runtime.run_files import resolve_path
+from reprise.rl.data.answers import EXTRACTORS, Extractor
+from reprise.rl.runtime.run_files import resolve_path
 
 MAX_WORKERS = 4096  # processes of one host
 MAX_DEADLINE_S = 1_000_000

@@ -7,12 +7,12 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from models.hf_files import shown
-from rl.data.answers import extract_answer, with_marker
-from rl.data.tasks import Example
-from rl.rewards.answer_forms import MARKERS, OTHER, QUESTION, Core, Form
-from rl.rewards.config import BUILT_IN, RewardConfig, split_user_function
-from rl.rewards.scores import Score
+from reprise.models.hf_files import shown
+from reprise.rl.data.answers import extract_answer, with_marker
+from reprise.rl.data.tasks import Example
+from reprise.rl.rewards.answer_forms import MARKERS, OTHER, QUESTION, Core, Form
+from reprise.rl.rewards.config import BUILT_IN, RewardConfig, split_user_function
+from reprise.rl.rewards.scores import Score
 
 _MAX_LINES = 12
 

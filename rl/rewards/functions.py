@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.data import reasoning_gym_tasks
-from rl.data.answers import expected_answer, extract_answer
-from rl.data.specs import parse_spec
-from rl.rewards import math_answers
-from rl.rewards.config import BUILT_IN, did_you_mean, split_user_function
+from reprise.rl.data import reasoning_gym_tasks
+from reprise.rl.data.answers import expected_answer, extract_answer
+from reprise.rl.data.specs import parse_spec
+from reprise.rl.rewards import math_answers
+from reprise.rl.rewards.config import BUILT_IN, did_you_mean, split_user_function
 
 Columns = Mapping[str, Any]  # of the example, with its answer
 _MODULE = "reprise_reward_"  # prefix of the users' modules

@@ -13,9 +13,9 @@ import re
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from rl.data import units, written_numbers
-from rl.data.answers import boxed
-from rl.data.units import SPACE, TEXT
+from reprise.rl.data import units, written_numbers
+from reprise.rl.data.answers import boxed
+from reprise.rl.data.units import SPACE, TEXT
 
 _MAX_DIGITS = 1000  # of a repeating decimal
 # A decimal equals another number if it is this close; small numbers share four digits.

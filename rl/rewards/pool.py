@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from rl.rewards.config import RewardConfig, validate
-from rl.rewards.process import RewardWorkerError, WorkerProcess, WorkerStopped
-from rl.rewards.scores import (
+from reprise.rl.rewards.config import RewardConfig, validate
+from reprise.rl.rewards.process import RewardWorkerError, WorkerProcess, WorkerStopped
+from reprise.rl.rewards.scores import (
     MARGIN_S,
     MAX_ATTEMPTS,
     Outcomes,

@@ -21,7 +21,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from rl.rewards.config import BUILT_IN, RewardConfig, split_user_function
+from reprise import IMPORT_ROOT
+from reprise.rl.rewards.config import BUILT_IN, RewardConfig, split_user_function
 
 MARK = "REPRISE_REWARD_WORKER"  # in the environment of a worker and of its child processes
 _MIN_ACCEPT_S = 5.0  # a loaded machine may be slow to accept a sample
@@ -61,7 +62,7 @@ class WorkerProcess:
         self._readable.register(self._socket, select.POLLIN)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rl.rewards.worker"],  # with our packages, first
+                [sys.executable, "-P", "-m", "reprise.rl.rewards.worker"],
                 stdin=theirs.fileno(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -258,8 +259,7 @@ def _kill_marked(mark: str) -> None:
 
 def _worker_environment(mark: str) -> dict[str, str]:
     """Return an environment with our packages on the path, one thread, and no accelerator."""
-    root = str(Path(__file__).resolve().parents[2])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [IMPORT_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
         MARK: mark,

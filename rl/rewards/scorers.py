@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from rl.cluster.actors import Actor, ActorDied, ActorSettings, Starts
-from rl.rewards.config import BUILT_IN, RewardConfig, split_user_function, validate
-from rl.rewards.pool import STARTUP_S, RewardPool, sample_limit_s
-from rl.rewards.process import RewardWorkerError
-from rl.rewards.scores import MARGIN_S, MAX_ATTEMPTS, Outcomes, Rewards
-from rl.runtime.waits import ProgramLost
+from reprise.rl.cluster.actors import Actor, ActorDied, ActorSettings, Starts
+from reprise.rl.rewards.config import BUILT_IN, RewardConfig, split_user_function, validate
+from reprise.rl.rewards.pool import STARTUP_S, RewardPool, sample_limit_s
+from reprise.rl.rewards.process import RewardWorkerError
+from reprise.rl.rewards.scores import MARGIN_S, MAX_ATTEMPTS, Outcomes, Rewards
+from reprise.rl.runtime.waits import ProgramLost
 
 T = TypeVar("T")
 

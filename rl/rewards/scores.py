@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Self, TypeVar
 
-from rl.data.tasks import Example
-from rl.rewards.config import RewardConfig
-from rl.rewards.process import RewardWorkerError
-from rl.rewards.worker import LARGEST_REWARD
+from reprise.rl.data.tasks import Example
+from reprise.rl.rewards.config import RewardConfig
+from reprise.rl.rewards.process import RewardWorkerError
+from reprise.rl.rewards.worker import LARGEST_REWARD
 
 T = TypeVar("T")
 # A worker that dies before a sample's scoring starts is not that sample's fault.

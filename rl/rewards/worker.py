@@ -1,6 +1,6 @@
 """A reward worker: JSON lines over a socket, which is its standard input. No jax, no pickle.
 
-    python -m rl.rewards.worker        started by rl.rewards.process, not by hand
+    python -m reprise.rl.rewards.worker        started by rl.rewards.process, not by hand
 
 in   {"ticket", "body": {"functions", "extract", "memory_limit_mib", "parent_pid", "tasks"}}
 out  {"ticket", "ready": true} | {"ticket", "fatal": message}
@@ -34,7 +34,7 @@ from typing import Any
 
 # value, kind of failure, message: None without a kind is "not applicable"
 ScoreOutcome = tuple[float | None, str | None, str | None]
-_OUR_FOLDER = str(Path(__file__).resolve().parents[1]) + os.sep
+_OUR_FOLDER = str(Path(__file__).parents[1]) + os.sep
 _MAX_SENTENCE = 1000
 LARGEST_REWARD = 1e12  # float32 holds the sum of the squares of gradients of about this size
 
@@ -48,7 +48,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     _limit_memory(setup["memory_limit_mib"])
     try:
-        from rl.rewards.functions import load
+        from reprise.rl.rewards.functions import load
 
         functions = [load(name, setup["extract"]) for name in setup["functions"]]
         for function, spec in itertools.product(functions, setup["tasks"]):

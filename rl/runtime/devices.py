@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import models
-from models.hints import install_hint
+from reprise import models
+from reprise.models.hints import install_hint
 
 if TYPE_CHECKING:
     import jax

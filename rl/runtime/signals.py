@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Self
 
-from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED
-from rl.runtime.waits import HANG_LIMIT_S, code_line
+from reprise.rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED
+from reprise.rl.runtime.waits import HANG_LIMIT_S, code_line
 
 COMPILE_LIMIT_S = 3600.0
 SPEAKING_S = 1.0  # for the last message: a terminal may hang as well

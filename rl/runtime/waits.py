@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 HANG_LIMIT_S = 600.0  # the default of Run.hang_limit_s
 POLL_S = 0.05  # between two checks for progress
 T = TypeVar("T")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +58,16 @@ def code_line(thread_id: int) -> str:
     if frame is None:
         return "it has ended"
     lines = traceback.extract_stack(frame)
-    ours = [x for x in lines if _is_ours(x.filename)]
+    ours = [line for line in lines if _path_of_ours(line.filename) is not None]
     line = ours[-1] if ours else lines[-1]
-    name = Path(line.filename).relative_to(ROOT) if ours else Path(line.filename).name
+    name = _path_of_ours(line.filename) or Path(line.filename).name
     return f"{name}:{line.lineno} in {line.name}"
 
 
-def _is_ours(filename: str) -> bool:
-    return Path(filename).is_relative_to(ROOT) and "site-packages" not in filename
+def _path_of_ours(filename: str) -> Path | None:
+    """Return the path of a file of this project, from its folder; None for any other file."""
+    path = Path(filename).resolve()
+    if not path.is_relative_to(ROOT):
+        return None
+    relative = path.relative_to(ROOT)
+    return None if "site-packages" in relative.parts else relative  # a checkout has a .venv

@@ -8,8 +8,8 @@ import dataclasses
 import json
 from typing import Any
 
-from rl.server import wire
-from rl.server.account import Account, Hold
+from reprise.rl.server import wire
+from reprise.rl.server.account import Account, Hold
 
 MAX_BYTES = 2**28  # of results that have been fetched, or wait to be
 OVERHEAD_BYTES = 1024  # of an answer besides its result: objects, names and entries of tables

@@ -14,16 +14,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rl.runtime.progress import say
-from rl.server import bodies
-from rl.server import requests as incoming
-from rl.server.account import SMALL_BYTES, Account, Busy, Hold
-from rl.server.bodies import Unknown, field
-from rl.server.records import Records, no_space
-from rl.server.requests import LOOPBACK, InParts, TooLarge, error, read_json
-from rl.server.service import Gone, Served, Service
-from rl.server.worker import Worker
-from rl.stream import Stream
+from reprise.rl.runtime.progress import say
+from reprise.rl.server import bodies
+from reprise.rl.server import requests as incoming
+from reprise.rl.server.account import SMALL_BYTES, Account, Busy, Hold
+from reprise.rl.server.bodies import Unknown, field
+from reprise.rl.server.records import Records, no_space
+from reprise.rl.server.requests import LOOPBACK, InParts, TooLarge, error, read_json
+from reprise.rl.server.service import Gone, Served, Service
+from reprise.rl.server.worker import Worker
+from reprise.rl.stream import Stream
 
 LONG_POLL_S = 25.0
 TICK_S = 5.0

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rl.api import LOSSES, Adam, Datum, LossSettings, Output, Sample, complete
-from rl.server import wire
-from spec.config import SamplingConfig
+from reprise.rl.api import LOSSES, Adam, Datum, LossSettings, Output, Sample, complete
+from reprise.rl.server import wire
+from reprise.spec.config import SamplingConfig
 
 T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from rl.server.bodies import SHORT, Unknown, field
-from rl.server.records import KINDS, SAMPLER, TRAINING, CheckpointPath, Record, Records
+from reprise.rl.server.bodies import SHORT, Unknown, field
+from reprise.rl.server.records import KINDS, SAMPLER, TRAINING, CheckpointPath, Record, Records
 
 MAX_TIME_S = 253_402_300_799  # the end of the year 9999, the last one of `datetime`
 

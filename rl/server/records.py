@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.runtime.progress import say
-from rl.server.account import Busy
+from reprise.rl.runtime.progress import say
+from reprise.rl.server.account import Busy
 
 SCHEME = "tinker://"
 TRAINING, SAMPLER = "weights", "sampler_weights"

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from rl.server import wire
-from rl.server.account import SMALL_BYTES, Hold
+from reprise.rl.server import wire
+from reprise.rl.server.account import SMALL_BYTES, Hold
 
 MAX_BODY_BYTES = 2**26
 MAX_JSON_BYTES = 2**23

@@ -13,19 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from rl.api import Datum, Policy
-from rl.sampler import Sample, Sampler
-from rl.server import bodies, wire
-from rl.server.account import Account
-from rl.server.account import Busy as Busy
-from rl.server.answers import Answers
-from rl.server.bodies import SHORT, Unknown, field, number, texts
-from rl.server.listings import Listings
-from rl.server.records import SAMPLER, TRAINING, Change, CheckpointPath, Record, Records
-from rl.server.turns import Model, Operation
-from rl.server.weights import Weights
-from rl.server.worker import Result, Worker
-from rl.stream import SampleRequest
+from reprise.rl.api import Datum, Policy
+from reprise.rl.sampler import Sample, Sampler
+from reprise.rl.server import bodies, wire
+from reprise.rl.server.account import Account
+from reprise.rl.server.account import Busy as Busy
+from reprise.rl.server.answers import Answers
+from reprise.rl.server.bodies import SHORT, Unknown, field, number, texts
+from reprise.rl.server.listings import Listings
+from reprise.rl.server.records import SAMPLER, TRAINING, Change, CheckpointPath, Record, Records
+from reprise.rl.server.turns import Model, Operation
+from reprise.rl.server.weights import Weights
+from reprise.rl.server.worker import Result, Worker
+from reprise.rl.stream import SampleRequest
 
 MAX_MODELS = 16  # adapters in training, with their optimizer states
 MAX_SESSIONS = 10_000  # above, the oldest ones without a client or a checkpoint are forgotten

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.api import Policy
-from rl.sampler import Sampler
-from rl.server.bodies import field, texts, ttl_s
-from rl.server.records import CHECKPOINTS, SAMPLER, Change, CheckpointPath, Record, Records
+from reprise.rl.api import Policy
+from reprise.rl.sampler import Sampler
+from reprise.rl.server.bodies import field, texts, ttl_s
+from reprise.rl.server.records import CHECKPOINTS, SAMPLER, Change, CheckpointPath, Record, Records
 
 MAX_SAMPLERS = 16  # adapters that stay in memory to sample from
 

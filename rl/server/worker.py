@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl.runtime.progress import say
-from rl.sampler import Sample
-from rl.server.account import Busy
-from rl.server.records import no_space
-from rl.stream import SampleRequest, Stream
+from reprise.rl.runtime.progress import say
+from reprise.rl.sampler import Sample
+from reprise.rl.server.account import Busy
+from reprise.rl.server.records import no_space
+from reprise.rl.stream import SampleRequest, Stream
 
 Result = bytes | dict[str, Any]  # a message, or a JSON object
 OnResult = Callable[[Result], None]

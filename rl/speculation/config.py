@@ -7,9 +7,9 @@ import math
 import typing
 from typing import Literal
 
-from spec.budget.config import LEARNED, MODEL, parse_budget
-from spec.config import ChainConfig, Proposal
-from spec.reuse.prefix_rule import parse_mode, parse_schedule
+from reprise.spec.budget.config import LEARNED, MODEL, parse_budget
+from reprise.spec.config import ChainConfig, Proposal
+from reprise.spec.reuse.prefix_rule import parse_mode, parse_schedule
 
 SourceName = Literal["last", "history", "histospec", "group", "own", "learned", "model"]
 SOURCES: tuple[SourceName, ...] = typing.get_args(SourceName)

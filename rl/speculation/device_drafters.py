@@ -12,20 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import hf, tokenizer, transformer
-from models.config import ModelConfig
-from models.tokenizer import Tokenizer
-from rl.engine.model_runner import ModelRunner
-from rl.engine.rollout_spec import DrafterContext
-from rl.runtime.run_files import resolve_path
-from rl.speculation.config import DraftModelConfig
-from spec.config import ChainConfig
-from spec.draft_model.drafter import DraftModelDrafter
-from spec.drafter import Drafter
-from spec.eagle import model as eagle
-from spec.eagle.config import TreeConfig
-from spec.eagle.drafter import EagleDrafter
-from spec.eagle.model import DeviceWeights, EagleParams, EagleWeights
+from reprise.models import hf, tokenizer, transformer
+from reprise.models.config import ModelConfig
+from reprise.models.tokenizer import Tokenizer
+from reprise.rl.engine.model_runner import ModelRunner
+from reprise.rl.engine.rollout_spec import DrafterContext
+from reprise.rl.runtime.run_files import resolve_path
+from reprise.rl.speculation.config import DraftModelConfig
+from reprise.spec.config import ChainConfig
+from reprise.spec.draft_model.drafter import DraftModelDrafter
+from reprise.spec.drafter import Drafter
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle.config import TreeConfig
+from reprise.spec.eagle.drafter import EagleDrafter
+from reprise.spec.eagle.model import DeviceWeights, EagleParams, EagleWeights
 
 T = TypeVar("T")
 

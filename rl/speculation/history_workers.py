@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from rl.cluster import ray_session
-from rl.cluster.actors import Actor, ActorSettings, Starts
-from rl.runtime.waits import ProgramLost
-from rl.trajectory import Prompt
-from spec.retrieval.history import HistoryIndex, build_index
-from spec.retrieval.suffix_forest import ProposalRule
-from spec.reuse.rollout_cache import CachedGroup, CacheFileError, RolloutCache, decode
+from reprise.rl.cluster import ray_session
+from reprise.rl.cluster.actors import Actor, ActorSettings, Starts
+from reprise.rl.runtime.waits import ProgramLost
+from reprise.rl.trajectory import Prompt
+from reprise.spec.retrieval.history import HistoryIndex, build_index
+from reprise.spec.retrieval.suffix_forest import ProposalRule
+from reprise.spec.reuse.rollout_cache import CachedGroup, CacheFileError, RolloutCache, decode
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

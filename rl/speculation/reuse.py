@@ -17,16 +17,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from rl.engine.stats import EngineStats, cached_seconds
-from rl.speculation.config import MAX_SAMPLES, ReuseConfig
-from rl.trajectory import Origin, Prompt, Request, Trajectory
-from spec.config import SamplingConfig
-from spec.reuse.agreement import Agreement, RunMisses, agreement, miss_rate, miss_rates
-from spec.reuse.prefix_rule import PrefixRule, log, parse_mode, parse_schedule
-from spec.reuse.renewal import Renewal, renewed_name
-from spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache, Scores
-from spec.round_times import RunSeconds
-from spec.sampling import NOISE_NAMES, step_key
+from reprise.rl.engine.stats import EngineStats, cached_seconds
+from reprise.rl.speculation.config import MAX_SAMPLES, ReuseConfig
+from reprise.rl.trajectory import Origin, Prompt, Request, Trajectory
+from reprise.spec.config import SamplingConfig
+from reprise.spec.reuse.agreement import Agreement, RunMisses, agreement, miss_rate, miss_rates
+from reprise.spec.reuse.prefix_rule import PrefixRule, log, parse_mode, parse_schedule
+from reprise.spec.reuse.renewal import Renewal, renewed_name
+from reprise.spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache, Scores
+from reprise.spec.round_times import RunSeconds
+from reprise.spec.sampling import NOISE_NAMES, step_key
 
 COUPLED_STEP = 0  # of noise that repeats; training steps count from 1
 

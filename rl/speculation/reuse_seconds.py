@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rl.engine.stats import RoundRecord, seconds_saved
-from spec.reuse.prefix_rule import ReuseMode
-from spec.round_times import RoundTimes, StepSeconds
+from reprise.rl.engine.stats import RoundRecord, seconds_saved
+from reprise.spec.reuse.prefix_rule import ReuseMode
+from reprise.spec.round_times import RoundTimes, StepSeconds
 
 NO_REUSE = ReuseMode("off")
 

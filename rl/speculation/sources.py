@@ -19,38 +19,38 @@ from typing import Any
 
 import numpy as np
 
-from rl.engine.rollout_spec import DrafterContext, DrafterFactory, no_drafts
-from rl.runtime.waits import Deadline, Hang, result_of
-from rl.speculation.config import SpeculationConfig
-from rl.speculation.device_drafters import (
+from reprise.rl.engine.rollout_spec import DrafterContext, DrafterFactory, no_drafts
+from reprise.rl.runtime.waits import Deadline, Hang, result_of
+from reprise.rl.speculation.config import SpeculationConfig
+from reprise.rl.speculation.device_drafters import (
     NO_DRAFTERS,
     DeviceDrafters,
     DrafterSource,
     LearnedDrafter,
 )
-from rl.speculation.history_workers import HistoryWorkers, Shard
-from rl.trajectory import Prompt
-from sched.request import copy_of
-from spec.budget.bandit import BanditBudget, BegMab, make_bandit
-from spec.budget.budget import Budget
-from spec.budget.config import BANDIT, LEARNED, MODEL, OWN, TunerConfig, parse_budget
-from spec.budget.goodput import make_budget
-from spec.budget.union import DrafterUnion
-from spec.decoupled.copies import CopiesDrafter, Progress
-from spec.drafter import Drafter
-from spec.retrieval import history
-from spec.retrieval.group import DraftServer, GroupDrafter
-from spec.retrieval.history import (
+from reprise.rl.speculation.history_workers import HistoryWorkers, Shard
+from reprise.rl.trajectory import Prompt
+from reprise.sched.request import copy_of
+from reprise.spec.budget.bandit import BanditBudget, BegMab, make_bandit
+from reprise.spec.budget.budget import Budget
+from reprise.spec.budget.config import BANDIT, LEARNED, MODEL, OWN, TunerConfig, parse_budget
+from reprise.spec.budget.goodput import make_budget
+from reprise.spec.budget.union import DrafterUnion
+from reprise.spec.decoupled.copies import CopiesDrafter, Progress
+from reprise.spec.drafter import Drafter
+from reprise.spec.retrieval import history
+from reprise.spec.retrieval.group import DraftServer, GroupDrafter
+from reprise.spec.retrieval.history import (
     GrowingHistory,
     HistoryDrafter,
     HistoryIndex,
     LastResponseDrafter,
     build_index,
 )
-from spec.retrieval.suffix_drafter import NgramDrafter
-from spec.retrieval.suffix_queries import ProposalRule
-from spec.reuse.rollout_cache import CachedGroup, RolloutCache
-from spec.round_times import RoundTimes, RunSeconds
+from reprise.spec.retrieval.suffix_drafter import NgramDrafter
+from reprise.spec.retrieval.suffix_queries import ProposalRule
+from reprise.spec.reuse.rollout_cache import CachedGroup, RolloutCache
+from reprise.spec.round_times import RoundTimes, RunSeconds
 
 HISTORY_RULES = {"history": history.RULE, "histospec": history.PAPER_RULE}  # as shipped
 MAX_WORKERS = 2**16

@@ -16,26 +16,26 @@ from typing import Any
 import jax
 import numpy as np
 
-from models import transformer
-from models.transformer import Params
-from rl.cluster.processes import ALONE, Processes
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RolloutSpec, draft_with
-from rl.runtime.parallel_compile import OnCompiled, compile_all, unwatched
-from rl.runtime.signals import COMPILING, Watch
-from rl.speculation.config import SpeculationConfig
-from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters, DrafterSource
-from rl.speculation.sources import Speculation
-from rl.trajectory import Request
-from rl.warm_up import round_times
-from rl.warm_up.rollout_programs import WHOLE_MODEL, Pool, Program, Reach
-from spec.budget.budget import SeeingBudget
-from spec.budget.config import TunerConfig
-from spec.config import SamplingConfig
-from spec.drafter import Program as DrafterProgram
-from spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache
-from spec.round_times import RoundTimes
-from spec.sampling import step_key
+from reprise.models import transformer
+from reprise.models.transformer import Params
+from reprise.rl.cluster.processes import ALONE, Processes
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
+from reprise.rl.runtime.parallel_compile import OnCompiled, compile_all, unwatched
+from reprise.rl.runtime.signals import COMPILING, Watch
+from reprise.rl.speculation.config import SpeculationConfig
+from reprise.rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters, DrafterSource
+from reprise.rl.speculation.sources import Speculation
+from reprise.rl.trajectory import Request
+from reprise.rl.warm_up import round_times
+from reprise.rl.warm_up.rollout_programs import WHOLE_MODEL, Pool, Program, Reach
+from reprise.spec.budget.budget import SeeingBudget
+from reprise.spec.budget.config import TunerConfig
+from reprise.spec.config import SamplingConfig
+from reprise.spec.drafter import Program as DrafterProgram
+from reprise.spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache
+from reprise.spec.round_times import RoundTimes
+from reprise.spec.sampling import step_key
 
 REHEARSED_TOKENS = 24  # of a response, at most
 

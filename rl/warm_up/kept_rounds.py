@@ -16,10 +16,10 @@ from typing import Any
 
 import jax
 
-from models.folder import Folder
-from rl.runtime import devices
-from rl.runtime.run_files import code_digest
-from spec.round_times import RoundTimes
+from reprise.models.folder import Folder
+from reprise.rl.runtime import devices
+from reprise.rl.runtime.run_files import code_digest
+from reprise.spec.round_times import RoundTimes
 
 MAX_BYTES = 2**20
 LIBRARIES = "jax", "jaxlib", "numba", "numpy"

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from models.folder import held, replace_file
-from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
-from sched.simulator.measured_costs import MeasuredCosts
-from spec.round_times import RoundTimes
+from reprise.models.folder import held, replace_file
+from reprise.rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
+from reprise.sched.simulator.measured_costs import MeasuredCosts
+from reprise.spec.round_times import RoundTimes
 
 if TYPE_CHECKING:
-    from rl.cluster.processes import Processes
+    from reprise.rl.cluster.processes import Processes
 
 
 def rounds_of_first(times: RoundTimes | None, processes: Processes) -> RoundTimes | None:

@@ -13,20 +13,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from models import kv_cache, paged_cache, transformer
-from rl.engine import cache_ops
-from rl.engine.ending import padded_ids
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RolloutSpec
-from rl.speculation.device_drafters import DeviceDrafters
-from spec.budget.budget import DraftDecision
-from spec.config import SamplingConfig
-from spec.draft_cache.drafter import CachingDrafter
-from spec.draft_cache.drafting import draft_rounds
-from spec.drafter import no_drafts
-from spec.nodes import NOT_GIVEN, pack
-from spec.sampling import step_key
-from spec.verify import (
+from reprise.models import kv_cache, paged_cache, transformer
+from reprise.rl.engine import cache_ops
+from reprise.rl.engine.ending import padded_ids
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.speculation.device_drafters import DeviceDrafters
+from reprise.spec.budget.budget import DraftDecision
+from reprise.spec.config import SamplingConfig
+from reprise.spec.draft_cache.drafter import CachingDrafter
+from reprise.spec.draft_cache.drafting import draft_rounds
+from reprise.spec.drafter import no_drafts
+from reprise.spec.nodes import NOT_GIVEN, pack
+from reprise.spec.sampling import step_key
+from reprise.spec.verify import (
     chunks_alone,
     chunks_beside_roots,
     decode_beside_chunks,

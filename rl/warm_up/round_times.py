@@ -19,22 +19,22 @@ from typing import Any
 
 import jax
 
-from models import sums_in_order_on_accelerators, transformer
-from rl.cluster.processes import ALONE, Processes
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RolloutSpec
-from rl.engine.stats import host_seconds
-from rl.speculation.config import SpeculationConfig
-from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
-from rl.trajectory import Request
-from rl.warm_up import kept_rounds
-from rl.warm_up.measured_run import read_rounds, rounds_of_first, write_rounds
-from rl.warm_up.rollout_programs import Reach, round_buckets
-from rl.warm_up.timed_fetches import MIN_SECONDS, TRIES, TimedFetches, least
-from spec.config import SamplingConfig
-from spec.reuse.chunk_price import Pass
-from spec.round_times import SHORT_PART, RoundTimes, monotone
-from spec.sampling import step_key
+from reprise.models import sums_in_order_on_accelerators, transformer
+from reprise.rl.cluster.processes import ALONE, Processes
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.engine.stats import host_seconds
+from reprise.rl.speculation.config import SpeculationConfig
+from reprise.rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
+from reprise.rl.trajectory import Request
+from reprise.rl.warm_up import kept_rounds
+from reprise.rl.warm_up.measured_run import read_rounds, rounds_of_first, write_rounds
+from reprise.rl.warm_up.rollout_programs import Reach, round_buckets
+from reprise.rl.warm_up.timed_fetches import MIN_SECONDS, TRIES, TimedFetches, least
+from reprise.spec.config import SamplingConfig
+from reprise.spec.reuse.chunk_price import Pass
+from reprise.spec.round_times import SHORT_PART, RoundTimes, monotone
+from reprise.spec.sampling import step_key
 
 FETCHES = 4  # of a rollout that times the host
 TEXT_DRAFTS = SpeculationConfig(sources=("history", "group", "own"))

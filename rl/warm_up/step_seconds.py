@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from models.folder import Folder
-from rl.cluster.processes import ALONE, Processes
-from rl.engine.stats import RoundRecord, seconds_saved, undisturbed, without_reuse
-from rl.runtime.run_files import SECONDS_FILE
-from rl.speculation.reuse_seconds import NO_REUSE, reuse_loss_text, reuse_saved_s
-from spec.budget.goodput import DEVICE_SOURCES
-from spec.reuse.prefix_rule import ReuseMode
-from spec.round_times import Bucket, RoundTimes, RunSeconds, StepSeconds
+from reprise.models.folder import Folder
+from reprise.rl.cluster.processes import ALONE, Processes
+from reprise.rl.engine.stats import RoundRecord, seconds_saved, undisturbed, without_reuse
+from reprise.rl.runtime.run_files import SECONDS_FILE
+from reprise.rl.speculation.reuse_seconds import NO_REUSE, reuse_loss_text, reuse_saved_s
+from reprise.spec.budget.goodput import DEVICE_SOURCES
+from reprise.spec.reuse.prefix_rule import ReuseMode
+from reprise.spec.round_times import Bucket, RoundTimes, RunSeconds, StepSeconds
 
 if TYPE_CHECKING:  # which loads the engine
-    from rl.speculation.sources import Speculation
+    from reprise.rl.speculation.sources import Speculation
 
 MAX_BYTES = 2**28  # of the file that is read: a step takes some 500 bytes
 MAX_SECONDS = 1e12  # of all rounds of a step, of all workers

@@ -14,29 +14,29 @@ from typing import Any
 import jax
 import numpy as np
 
-from rl.engine.ending import NO_TOKEN, padded_ids
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import (
+from reprise.rl.engine.ending import NO_TOKEN, padded_ids
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import (
     DrafterContext,
     DrafterFactory,
     Drafting,
     RolloutSpec,
     no_drafts,
 )
-from rl.speculation.config import SpeculationConfig
-from rl.speculation.device_drafters import DeviceDrafterSource
-from rl.speculation.sources import Speculation
-from rl.trajectory import PartialRequest, Request
-from spec.budget.budget import Budget, DraftDecision, FixedBudget, Sizes, best
-from spec.budget.config import BANDIT
-from spec.budget.goodput import DEVICE_SOURCES
-from spec.drafter import Acceptance, Drafter, Drafts, LiveSlots
-from spec.drafter import no_drafts as empty_drafts
-from spec.nodes import NOT_GIVEN, unpack_draws
-from spec.reuse.chunk_price import Pass
-from spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache
-from spec.round_times import LIVE_PART, RoundTimes
-from spec.verify import chunks_alone, chunks_beside_roots
+from reprise.rl.speculation.config import SpeculationConfig
+from reprise.rl.speculation.device_drafters import DeviceDrafterSource
+from reprise.rl.speculation.sources import Speculation
+from reprise.rl.trajectory import PartialRequest, Request
+from reprise.spec.budget.budget import Budget, DraftDecision, FixedBudget, Sizes, best
+from reprise.spec.budget.config import BANDIT
+from reprise.spec.budget.goodput import DEVICE_SOURCES
+from reprise.spec.drafter import Acceptance, Drafter, Drafts, LiveSlots
+from reprise.spec.drafter import no_drafts as empty_drafts
+from reprise.spec.nodes import NOT_GIVEN, unpack_draws
+from reprise.spec.reuse.chunk_price import Pass
+from reprise.spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache
+from reprise.spec.round_times import LIVE_PART, RoundTimes
+from reprise.spec.verify import chunks_alone, chunks_beside_roots
 
 TRIES = 4  # of each kind of fetch, after one that does not count
 MIN_SECONDS = 1e-9

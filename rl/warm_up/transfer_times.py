@@ -14,18 +14,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from models import kv_cache, transformer
-from models.paged_cache import Cache
-from rl.cluster.processes import ALONE, Processes
-from rl.engine import cache_ops
-from rl.engine.engine import Engine
-from rl.engine.slot_cache import open_memory
-from rl.engine.slot_table import SlotTable
-from rl.trajectory import HostKv
-from rl.warm_up.measured_run import MoveTimes, moves_of_first, write_moves
-from rl.warm_up.rollout_programs import Pool, Reach
-from spec.config import SamplingConfig
-from spec.verify import decode_beside_chunks
+from reprise.models import kv_cache, transformer
+from reprise.models.paged_cache import Cache
+from reprise.rl.cluster.processes import ALONE, Processes
+from reprise.rl.engine import cache_ops
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.slot_cache import open_memory
+from reprise.rl.engine.slot_table import SlotTable
+from reprise.rl.trajectory import HostKv
+from reprise.rl.warm_up.measured_run import MoveTimes, moves_of_first, write_moves
+from reprise.rl.warm_up.rollout_programs import Pool, Reach
+from reprise.spec.config import SamplingConfig
+from reprise.spec.verify import decode_beside_chunks
 
 REPEATS = 3
 

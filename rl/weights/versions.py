@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rl.weights import delta
+from reprise.rl.weights import delta
 
 MAX_DELTAS = 8
 MAX_DELTA_SHARE = 0.9  # of a whole copy's bytes; with more, deltas only cost time

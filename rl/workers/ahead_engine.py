@@ -18,17 +18,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from rl.engine.engine import OnFinish, OnRound
-from rl.engine.rollout_spec import DrafterFactory, RolloutSpec
-from rl.engine.worker_record import WorkerPart
-from rl.runtime.waits import POLL_S
-from rl.trajectory import Request, Trajectory
-from rl.workers.messages import Returned
-from rl.workers.multi_engine import MultiEngine, collected
-from sched.policies.steps import Ahead
-from spec.reuse.agreement import Agreement, RunMisses
-from spec.reuse.prefix_rule import PrefixRule
-from spec.sampling import NOISE_NAMES
+from reprise.rl.engine.engine import OnFinish, OnRound
+from reprise.rl.engine.rollout_spec import DrafterFactory, RolloutSpec
+from reprise.rl.engine.worker_record import WorkerPart
+from reprise.rl.runtime.waits import POLL_S
+from reprise.rl.trajectory import Request, Trajectory
+from reprise.rl.workers.messages import Returned
+from reprise.rl.workers.multi_engine import MultiEngine, collected
+from reprise.sched.policies.steps import Ahead
+from reprise.spec.reuse.agreement import Agreement, RunMisses
+from reprise.spec.reuse.prefix_rule import PrefixRule
+from reprise.spec.sampling import NOISE_NAMES
 
 AHEAD = 2**30 * NOISE_NAMES  # added to the numbers of requests that run ahead: the same noise
 

@@ -14,19 +14,19 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from rl.engine.engine import ChunkEnd
-from rl.engine.rollout_spec import RolloutSpec
-from rl.engine.worker_record import Kind, WorkerEvent, WorkerPart
-from rl.runtime.waits import Hang, ProgramLost
-from rl.trajectory import PartialRequest, Request, Trajectory
-from rl.workers import messages
-from rl.workers.messages import Event, Report, Result, WorkerError, WorkerLimits
-from rl.workers.pool import IdleWork, Place
-from rl.workers.request_table import LiveRequest, RequestTable
-from rl.workers.step_counts import StepCounts
-from sched import protocol
-from sched.protocol import Scheduler, Start
-from sched.request import Kv, copy_of
+from reprise.rl.engine.engine import ChunkEnd
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.engine.worker_record import Kind, WorkerEvent, WorkerPart
+from reprise.rl.runtime.waits import Hang, ProgramLost
+from reprise.rl.trajectory import PartialRequest, Request, Trajectory
+from reprise.rl.workers import messages
+from reprise.rl.workers.messages import Event, Report, Result, WorkerError, WorkerLimits
+from reprise.rl.workers.pool import IdleWork, Place
+from reprise.rl.workers.request_table import LiveRequest, RequestTable
+from reprise.rl.workers.step_counts import StepCounts
+from reprise.sched import protocol
+from reprise.sched.protocol import Scheduler, Start
+from reprise.sched.request import Kv, copy_of
 
 MAX_RESTARTS = 3  # of a place's workers in a session: another one would fail as well
 PROFILE_S = 0.25  # between two reports of acceptance to the scheduler

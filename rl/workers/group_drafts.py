@@ -10,7 +10,7 @@ import collections
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from spec.retrieval.group import DraftServer, Piece
+from reprise.spec.retrieval.group import DraftServer, Piece
 
 MAX_ROLLOUTS = 4  # whose tokens are kept: two run in a pipeline
 EXCHANGE_S = 0.02  # between two exchanges

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rl.engine.engine import ChunkEnd
-from rl.engine.stats import EngineStats
-from rl.engine.worker_record import Kind
-from rl.runtime.waits import Hang, ProgramLost
-from rl.trajectory import PartialRequest, Trajectory
-from sched.request import copy_of
+from reprise.rl.engine.engine import ChunkEnd
+from reprise.rl.engine.stats import EngineStats
+from reprise.rl.engine.worker_record import Kind
+from reprise.rl.runtime.waits import Hang, ProgramLost
+from reprise.rl.trajectory import PartialRequest, Trajectory
+from reprise.sched.request import copy_of
 
 
 @dataclasses.dataclass(frozen=True)

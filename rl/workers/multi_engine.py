@@ -14,22 +14,22 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from models.config import ModelConfig
-from models.sharding import rollout_mesh
-from rl.engine.config import EngineConfig
-from rl.engine.engine import Engine, OnFinish, OnRound, in_thread
-from rl.engine.rollout_spec import RolloutSpec
-from rl.engine.stats import EngineStats
-from rl.runtime.waits import HANG_LIMIT_S, POLL_S
-from rl.trajectory import Request, Trajectory, check_finite, longest_tokens
-from rl.workers.config import SchedConfig
-from rl.workers.messages import Result, WorkerLimits
-from rl.workers.pool import IdleWork, Place, ThreadPlace
-from rl.workers.session import Session
-from sched.policies.divided import PreferPool, make_scheduler
-from sched.policies.fastest_of_n import FastestOfN, Worth
-from sched.protocol import Scheduler
-from sched.simulator.roofline import Costs
+from reprise.models.config import ModelConfig
+from reprise.models.sharding import rollout_mesh
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.engine import Engine, OnFinish, OnRound, in_thread
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.engine.stats import EngineStats
+from reprise.rl.runtime.waits import HANG_LIMIT_S, POLL_S
+from reprise.rl.trajectory import Request, Trajectory, check_finite, longest_tokens
+from reprise.rl.workers.config import SchedConfig
+from reprise.rl.workers.messages import Result, WorkerLimits
+from reprise.rl.workers.pool import IdleWork, Place, ThreadPlace
+from reprise.rl.workers.session import Session
+from reprise.sched.policies.divided import PreferPool, make_scheduler
+from reprise.sched.policies.fastest_of_n import FastestOfN, Worth
+from reprise.sched.protocol import Scheduler
+from reprise.sched.simulator.roofline import Costs
 
 T = TypeVar("T")
 

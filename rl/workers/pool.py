@@ -11,10 +11,10 @@ from collections.abc import Callable, MutableSequence, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RolloutSpec
-from rl.workers.messages import Command, Report, WorkerLimits
-from rl.workers.worker import RolloutWorker
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.workers.messages import Command, Report, WorkerLimits
+from reprise.rl.workers.worker import RolloutWorker
 
 T = TypeVar("T")
 ROUNDS_S = 0.1  # a call without an event returns after as long

@@ -10,10 +10,10 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from rl.engine.stats import PoolCounts
-from rl.trajectory import HostKv, PartialRequest, Prefix, Request
-from sched.protocol import Return, Start
-from sched.request import Kv
+from reprise.rl.engine.stats import PoolCounts
+from reprise.rl.trajectory import HostKv, PartialRequest, Prefix, Request
+from reprise.sched.protocol import Return, Start
+from reprise.sched.request import Kv
 
 Waiting = Start | Return
 

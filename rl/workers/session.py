@@ -15,17 +15,17 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from rl.engine.rollout_spec import RolloutSpec
-from rl.engine.stats import EngineStats, PoolCounts
-from rl.engine.worker_record import WorkerEvent
-from rl.runtime.waits import POLL_S, Hang, code_line
-from rl.trajectory import Request, Trajectory
-from rl.workers.driver import LEAVING_S, SPARE_POLL_S, Driver
-from rl.workers.messages import Deferred, Result, Returned, WorkerLimits
-from rl.workers.pool import IdleWork, Place
-from sched import protocol
-from sched.request import RequestSpec
-from spec.config import SamplingConfig
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.engine.stats import EngineStats, PoolCounts
+from reprise.rl.engine.worker_record import WorkerEvent
+from reprise.rl.runtime.waits import POLL_S, Hang, code_line
+from reprise.rl.trajectory import Request, Trajectory
+from reprise.rl.workers.driver import LEAVING_S, SPARE_POLL_S, Driver
+from reprise.rl.workers.messages import Deferred, Result, Returned, WorkerLimits
+from reprise.rl.workers.pool import IdleWork, Place
+from reprise.sched import protocol
+from reprise.sched.request import RequestSpec
+from reprise.spec.config import SamplingConfig
 
 
 class Session:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from rl.engine.stats import EngineStats, joined
-from rl.engine.worker_record import WorkerPart, fitted
+from reprise.rl.engine.stats import EngineStats, joined
+from reprise.rl.engine.worker_record import WorkerPart, fitted
 
 
 class _Part(NamedTuple):

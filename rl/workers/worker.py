@@ -12,11 +12,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RolloutSpec
-from rl.engine.stats import EngineStats
-from rl.trajectory import PartialRequest
-from rl.workers.messages import (
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.engine.stats import EngineStats
+from reprise.rl.trajectory import PartialRequest
+from reprise.rl.workers.messages import (
     Begin,
     Command,
     Event,

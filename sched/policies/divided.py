@@ -19,10 +19,10 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from sched.ledger import Ledger
-from sched.policies.group_fifo import GroupFifo
-from sched.protocol import OF_NO_WORKER, REPORTS, Action, Event, Finished, Scheduler
-from sched.request import Group, RequestState, Status, Worker
+from reprise.sched.ledger import Ledger
+from reprise.sched.policies.group_fifo import GroupFifo
+from reprise.sched.protocol import OF_NO_WORKER, REPORTS, Action, Event, Finished, Scheduler
+from reprise.sched.request import Group, RequestState, Status, Worker
 
 PreferPool = Callable[[int], bool]  # tokens so far → whether a copy is cheaper than prefill
 Key = TypeVar("Key", int, float, tuple[int, ...])

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from sched.policies.specactor import assign_drafters
-from sched.protocol import (
+from reprise.sched.policies.specactor import assign_drafters
+from reprise.sched.protocol import (
     REPORTS,
     Action,
     ChunkDone,
@@ -27,7 +27,7 @@ from sched.protocol import (
     WorkerJoined,
     WorkerLost,
 )
-from sched.request import COPIES, MAX_COPIES, Kv, RequestSpec, copy_of
+from reprise.sched.request import COPIES, MAX_COPIES, Kv, RequestSpec, copy_of
 
 # (tokens of prompt and response, the maximum of tokens left) → whether to copy
 Worth = Callable[[int, int], bool]

@@ -9,9 +9,9 @@ import collections
 
 import numpy as np
 
-from sched.ledger import Ledger
-from sched.protocol import Action, Event, WorkerJoined, WorkerLost
-from sched.request import RequestState, Worker
+from reprise.sched.ledger import Ledger
+from reprise.sched.protocol import Action, Event, WorkerJoined, WorkerLost
+from reprise.sched.request import RequestState, Worker
 
 
 class GroupFifo:

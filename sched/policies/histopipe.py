@@ -28,8 +28,8 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from sched.ledger import Ledger
-from sched.protocol import (
+from reprise.sched.ledger import Ledger
+from reprise.sched.protocol import (
     OF_NO_WORKER,
     REPORTS,
     Action,
@@ -41,7 +41,7 @@ from sched.protocol import (
     WorkerJoined,
     WorkerLost,
 )
-from sched.request import RequestState
+from reprise.sched.request import RequestState
 
 # τ: (mean length, requests of a worker) → the seconds until the worker has answered them
 Tau = Callable[[float, float], float]

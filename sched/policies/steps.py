@@ -17,9 +17,9 @@ import heapq
 import statistics
 from collections.abc import Sequence
 
-from sched.ledger import Ledger
-from sched.policies.divided import LazyHeap
-from sched.protocol import (
+from reprise.sched.ledger import Ledger
+from reprise.sched.policies.divided import LazyHeap
+from reprise.sched.protocol import (
     OF_NO_WORKER,
     REPORTS,
     Action,
@@ -38,7 +38,7 @@ from sched.protocol import (
     WorkerJoined,
     WorkerLost,
 )
-from sched.request import Group, RequestState, Status, Worker
+from reprise.sched.request import Group, RequestState, Status, Worker
 
 MODES = ("sync", "one_step_off")
 

@@ -13,8 +13,8 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 
-from sched.policies.divided import make_scheduler
-from sched.protocol import (
+from reprise.sched.policies.divided import make_scheduler
+from reprise.sched.protocol import (
     Action,
     ChunkDone,
     Event,
@@ -24,9 +24,9 @@ from sched.protocol import (
     Submitted,
     WorkerJoined,
 )
-from sched.request import RequestSpec
-from sched.simulator.roofline import Costs
-from sched.simulator.worker import Counters, RoundModel, RunningStart, SimulatedWorker
+from reprise.sched.request import RequestSpec
+from reprise.sched.simulator.roofline import Costs
+from reprise.sched.simulator.worker import Counters, RoundModel, RunningStart, SimulatedWorker
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from sched.simulator.roofline import Costs, RoundCost
+from reprise.sched.simulator.roofline import Costs, RoundCost
 
 RoundSeconds = Mapping[tuple[int, int, int], float]  # (slots, nodes, positions of a slot)
 MoveSeconds = Mapping[int, tuple[float, float]]  # tokens → (a copy from the host, a pass)

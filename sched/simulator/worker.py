@@ -12,8 +12,8 @@ import dataclasses
 import heapq
 import math
 
-from sched.request import Kv
-from sched.simulator.roofline import Costs, RoundCost
+from reprise.sched.request import Kv
+from reprise.sched.simulator.roofline import Costs, RoundCost
 
 EPSILON_TOKENS = 1e-6  # progress this close to a request's end has reached it
 WATERMARK = 0.01  # share of the memory that must stay free when a request is admitted

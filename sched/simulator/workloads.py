@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sched.request import RequestSpec
+from reprise.sched.request import RequestSpec
 
 
 @dataclasses.dataclass(frozen=True)

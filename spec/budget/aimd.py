@@ -9,9 +9,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spec.budget.budget import Budget, DraftDecision, PlainSpell, Sizes, all_that_fit
-from spec.drafter import Acceptance, Drafts, LiveSlots, PerRequest, RequestIndex, longest_paths
-from spec.round_times import RoundTimes
+from reprise.spec.budget.budget import Budget, DraftDecision, PlainSpell, Sizes, all_that_fit
+from reprise.spec.drafter import (
+    Acceptance,
+    Drafts,
+    LiveSlots,
+    PerRequest,
+    RequestIndex,
+    longest_paths,
+)
+from reprise.spec.round_times import RoundTimes
 
 START_TOKENS, STEP_TOKENS, MAX_TOKENS = 2, 2, 32  # of windows
 DECAY = 0.9  # of the mean tokens a request, a round

@@ -18,11 +18,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from spec.budget.budget import Budget, DraftDecision, Sizes, best, equal_trees, plain
-from spec.budget.config import LEARNED, TunerConfig
-from spec.budget.union import DrafterUnion
-from spec.drafter import Acceptance, Drafts, LiveSlots, RoundsDrafter, Source
-from spec.round_times import RoundTimes
+from reprise.spec.budget.budget import Budget, DraftDecision, Sizes, best, equal_trees, plain
+from reprise.spec.budget.config import LEARNED, TunerConfig
+from reprise.spec.budget.union import DrafterUnion
+from reprise.spec.drafter import Acceptance, Drafts, LiveSlots, RoundsDrafter, Source
+from reprise.spec.round_times import RoundTimes
 
 _STRIDE = 2**64  # of the counter between two draws, so that draws never overlap
 

@@ -14,8 +14,8 @@ from typing import Protocol
 import numba
 import numpy as np
 
-from spec.buckets import widest_tree
-from spec.drafter import Acceptance, Drafts, LiveSlots, PerRequest, RequestIndex
+from reprise.spec.buckets import widest_tree
+from reprise.spec.drafter import Acceptance, Drafts, LiveSlots, PerRequest, RequestIndex
 
 Sizes = Sequence[int]  # of rounds, in nodes, ascending
 MANY_ROUNDS = 2**15  # as many as a fetch may have

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spec.budget.aimd import Aimd
-from spec.budget.budget import (
+from reprise.spec.budget.aimd import Aimd
+from reprise.spec.budget.budget import (
     Backoff,
     Budget,
     DraftDecision,
@@ -22,8 +22,8 @@ from spec.budget.budget import (
     best_trees,
     plain,
 )
-from spec.budget.config import LEARNED, MODEL, parse_budget
-from spec.drafter import (
+from reprise.spec.budget.config import LEARNED, MODEL, parse_budget
+from reprise.spec.drafter import (
     Acceptance,
     Drafts,
     LiveSlots,
@@ -32,7 +32,7 @@ from spec.drafter import (
     Source,
     sums,
 )
-from spec.round_times import RoundTimes
+from reprise.spec.round_times import RoundTimes
 
 DEVICE_SOURCES = {LEARNED: Source.LEARNED, MODEL: Source.MODEL}
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numba
 import numpy as np
 
-from spec.drafter import (
+from reprise.spec.drafter import (
     Acceptance,
     Drafter,
     Drafts,

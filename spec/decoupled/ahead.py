@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spec.decoupled.messages import Block, Commit
-from spec.draft_model.enumeration import AheadDraftModel, EnumeratingDraftModel
-from spec.drafter import PRIOR_DRAFTS, PRIOR_PROB, LiveSlots
+from reprise.spec.decoupled.messages import Block, Commit
+from reprise.spec.draft_model.enumeration import AheadDraftModel, EnumeratingDraftModel
+from reprise.spec.drafter import PRIOR_DRAFTS, PRIOR_PROB, LiveSlots
 
 SECOND = 0.5  # probability of a second choice if the first was wrong
 DECAY = 0.999  # of the counts of draft tokens, a commit

@@ -12,7 +12,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from spec.drafter import Acceptance, Drafter, Drafts, LiveSlots, RoundsDrafter, Source, no_drafts
+from reprise.spec.drafter import (
+    Acceptance,
+    Drafter,
+    Drafts,
+    LiveSlots,
+    RoundsDrafter,
+    Source,
+    no_drafts,
+)
 
 SURE = 0.999  # the probability of a token that another copy has verified
 OfCopy = Callable[[int], tuple[int, int]]  # request id → (its original's id, copy number)

@@ -14,9 +14,9 @@ from typing import Protocol
 import numba
 import numpy as np
 
-from spec.config import SamplingConfig
-from spec.decoupled.messages import Block, Commit, DraftLink, DraftPlan
-from spec.drafter import (
+from reprise.spec.config import SamplingConfig
+from reprise.spec.decoupled.messages import Block, Commit, DraftLink, DraftPlan
+from reprise.spec.drafter import (
     Acceptance,
     Drafter,
     Drafts,

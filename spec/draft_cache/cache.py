@@ -15,15 +15,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from models import kv_cache, paged_cache
-from models.config import ModelConfig
-from models.kv_cache import KVCache
-from models.paged_cache import Cache
-from spec.config import SamplingConfig
-from spec.draft_cache.drafting import CHUNK_COLUMNS, END_COLUMNS, Drafting, Inputs, catch_up
-from spec.draft_cache.rows import CachedRows, RowPages
-from spec.drafter import Arguments, LiveSlots, Program
-from spec.sampling import noise_names
+from reprise.models import kv_cache, paged_cache
+from reprise.models.config import ModelConfig
+from reprise.models.kv_cache import KVCache
+from reprise.models.paged_cache import Cache
+from reprise.spec.config import SamplingConfig
+from reprise.spec.draft_cache.drafting import CHUNK_COLUMNS, END_COLUMNS, Drafting, Inputs, catch_up
+from reprise.spec.draft_cache.rows import CachedRows, RowPages
+from reprise.spec.drafter import Arguments, LiveSlots, Program
+from reprise.spec.sampling import noise_names
 
 KINDS = {"keys": kv_cache.KEYS, "values": kv_cache.VALUES}
 

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from models.paged_cache import Cache
-from spec.config import SamplingConfig
-from spec.draft_cache.cache import DraftCache
-from spec.draft_cache.drafting import Inputs, draft, unpack
-from spec.drafter import (
+from reprise.models.paged_cache import Cache
+from reprise.spec.config import SamplingConfig
+from reprise.spec.draft_cache.cache import DraftCache
+from reprise.spec.draft_cache.drafting import Inputs, draft, unpack
+from reprise.spec.drafter import (
     Arguments,
     Drafter,
     Drafts,

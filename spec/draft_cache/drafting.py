@@ -18,17 +18,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import transformer
-from models.config import ModelConfig
-from models.kv_cache import KVCache, Pending
-from models.paged_cache import Cache, pinned
-from models.sharding import replicated
-from spec import nodes as packed_nodes
-from spec import sampling
-from spec.drafter import PADDING, Drafts, Source
-from spec.nodes import NO_PARENT, Drawn, by_slot, pack_draws
-from spec.sampling import Processing
-from spec.verify import Slots, verify
+from reprise.models import transformer
+from reprise.models.config import ModelConfig
+from reprise.models.kv_cache import KVCache, Pending
+from reprise.models.paged_cache import Cache, pinned
+from reprise.models.sharding import replicated
+from reprise.spec import nodes as packed_nodes
+from reprise.spec import sampling
+from reprise.spec.drafter import PADDING, Drafts, Source
+from reprise.spec.nodes import NO_PARENT, Drawn, by_slot, pack_draws
+from reprise.spec.sampling import Processing
+from reprise.spec.verify import Slots, verify
 
 CHUNK_COLUMNS = ("row", "slot", "first")  # before the C tokens of a chunk
 # after the W tokens of a row; the last three as bits

@@ -11,9 +11,9 @@ from typing import Any
 import numba
 import numpy as np
 
-from models.paged_cache import Cache, PagedCache
-from spec.drafter import LiveSlots
-from spec.page_table import PageTable
+from reprise.models.paged_cache import Cache, PagedCache
+from reprise.spec.drafter import LiveSlots
+from reprise.spec.page_table import PageTable
 
 NO_OWNER = -1
 

@@ -16,24 +16,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import kv_cache, transformer
-from models.config import ModelConfig
-from models.paged_cache import Cache, PagedCache
-from models.sharding import constrain
-from models.transformer import Cached
-from spec import sampling
-from spec.config import ChainConfig, Proposal, SamplingConfig
-from spec.draft_cache.cache import DraftCache, PassSizes, Runner
-from spec.draft_cache.drafter import CachingDrafter
-from spec.draft_cache.drafting import DraftTrees, Inputs, RoundResult, RowEnds, unpack_chunks
-from spec.drafter import (
+from reprise.models import kv_cache, transformer
+from reprise.models.config import ModelConfig
+from reprise.models.paged_cache import Cache, PagedCache
+from reprise.models.sharding import constrain
+from reprise.models.transformer import Cached
+from reprise.spec import sampling
+from reprise.spec.config import ChainConfig, Proposal, SamplingConfig
+from reprise.spec.draft_cache.cache import DraftCache, PassSizes, Runner
+from reprise.spec.draft_cache.drafter import CachingDrafter
+from reprise.spec.draft_cache.drafting import (
+    DraftTrees,
+    Inputs,
+    RoundResult,
+    RowEnds,
+    unpack_chunks,
+)
+from reprise.spec.drafter import (
     PRIOR_DRAFTS,
     PRIOR_PROB,
     LiveSlots,
     RoundsDrafter,
     Source,
 )
-from spec.sampling import Processing
+from reprise.spec.sampling import Processing
 
 MISSING_TOKENS = 2  # the last draft token, whose entry no chain computes, and the draw after it
 

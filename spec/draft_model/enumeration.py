@@ -20,15 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import kv_cache, transformer
-from models.attention import attend_both
-from models.kv_cache import KEY_AXIS, VALUE_AXIS, KVCache
-from models.layers import rope_turns
-from models.sharding import replicated
-from spec import sampling
-from spec.draft_cache.drafting import Inputs, RowEnds, unpack_ends
-from spec.draft_model.drafter import ChainDrafting, DraftModelDrafter, run_tokens
-from spec.drafter import Arguments, LiveSlots, Program
+from reprise.models import kv_cache, transformer
+from reprise.models.attention import attend_both
+from reprise.models.kv_cache import KEY_AXIS, VALUE_AXIS, KVCache
+from reprise.models.layers import rope_turns
+from reprise.models.sharding import replicated
+from reprise.spec import sampling
+from reprise.spec.draft_cache.drafting import Inputs, RowEnds, unpack_ends
+from reprise.spec.draft_model.drafter import ChainDrafting, DraftModelDrafter, run_tokens
+from reprise.spec.drafter import Arguments, LiveSlots, Program
 
 
 @dataclasses.dataclass(frozen=True)

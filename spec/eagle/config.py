@@ -7,8 +7,8 @@ import math
 import typing
 from typing import Literal
 
-from models.config import ModelConfig
-from spec.config import Proposal
+from reprise.models.config import ModelConfig
+from reprise.spec.config import Proposal
 
 Design = Literal["eagle", "eagle3"]
 Variant = Literal["eagle", "hass", "eagle3"]

@@ -14,25 +14,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import kv_cache
-from models.kv_cache import KEY_AXIS, VALUE_AXIS, KVCache, Pending
-from models.paged_cache import Cache, PagedCache, places_of_windows
-from spec.config import SamplingConfig
-from spec.draft_cache.cache import DraftCache, PassSizes, Runner
-from spec.draft_cache.drafter import CachingDrafter
-from spec.draft_cache.drafting import (
+from reprise.models import kv_cache
+from reprise.models.kv_cache import KEY_AXIS, VALUE_AXIS, KVCache, Pending
+from reprise.models.paged_cache import Cache, PagedCache, places_of_windows
+from reprise.spec.config import SamplingConfig
+from reprise.spec.draft_cache.cache import DraftCache, PassSizes, Runner
+from reprise.spec.draft_cache.drafter import CachingDrafter
+from reprise.spec.draft_cache.drafting import (
     DraftTrees,
     Inputs,
     RoundResult,
     RowEnds,
     unpack_chunks,
 )
-from spec.drafter import LiveSlots, Source
-from spec.eagle import model as eagle
-from spec.eagle import tree_search
-from spec.eagle.config import EagleConfig, TreeConfig
-from spec.eagle.model import DeviceWeights
-from spec.eagle.tree_search import FIRST_TOKEN, Search
+from reprise.spec.drafter import LiveSlots, Source
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle import tree_search
+from reprise.spec.eagle.config import EagleConfig, TreeConfig
+from reprise.spec.eagle.model import DeviceWeights
+from reprise.spec.eagle.tree_search import FIRST_TOKEN, Search
 
 Constants = tuple[DeviceWeights, jax.Array]  # and the rollout's key
 State = tuple[Cache, jax.Array]  # the features of each row's last entry, [R, D]

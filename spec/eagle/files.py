@@ -29,12 +29,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import hf, hf_entries, hf_files, transformer
-from models.config import ModelConfig
-from models.hf_files import Entry, Stored, shown
-from spec.eagle import model as eagle
-from spec.eagle.config import Design, EagleConfig
-from spec.eagle.model import EagleParams, EagleWeights
+from reprise.models import hf, hf_entries, hf_files, transformer
+from reprise.models.config import ModelConfig
+from reprise.models.hf_files import Entry, Stored, shown
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle.config import Design, EagleConfig
+from reprise.spec.eagle.model import EagleParams, EagleWeights
 
 OURS = "reprise"
 Engine = Literal["sglang", "vllm"]

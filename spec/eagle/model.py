@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import transformer
-from models.config import ModelConfig
-from models.layers import linear, rope_turns
-from models.transformer import Attend, Layer, ParamSpec, rms_norm
-from spec.eagle.config import Design, EagleConfig
+from reprise.models import transformer
+from reprise.models.config import ModelConfig
+from reprise.models.layers import linear, rope_turns
+from reprise.models.transformer import Attend, Layer, ParamSpec, rms_norm
+from reprise.spec.eagle.config import Design, EagleConfig
 
 
 @jax.tree_util.register_dataclass

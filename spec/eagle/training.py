@@ -35,15 +35,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from models.kernels import NEGATIVE
-from models.layers import linear
-from models.layout import causal_block_tokens
-from models.training import clipped_adamw
-from models.transformer import without_unused
-from spec.eagle import model as eagle
-from spec.eagle.config import DrafterTrainingConfig, EagleConfig
-from spec.eagle.model import EagleParams, SharedParams
-from spec.eagle.training_data import DrafterBatch
+from reprise.models.kernels import NEGATIVE
+from reprise.models.layers import linear
+from reprise.models.layout import causal_block_tokens
+from reprise.models.training import clipped_adamw
+from reprise.models.transformer import without_unused
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle.config import DrafterTrainingConfig, EagleConfig
+from reprise.spec.eagle.model import EagleParams, SharedParams
+from reprise.spec.eagle.training_data import DrafterBatch
 
 Entries = list[tuple[jax.Array, jax.Array]]  # each step's rotated keys and values [B, T, K, h]
 

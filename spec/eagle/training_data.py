@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from spec.eagle.config import DataBufferConfig
+from reprise.spec.eagle.config import DataBufferConfig
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

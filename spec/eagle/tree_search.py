@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models import kv_cache
-from models.attention import (
+from reprise.models import kv_cache
+from reprise.models.attention import (
     After,
     CachedLayer,
     PartialSoftmax,
@@ -26,16 +26,16 @@ from models.attention import (
     merged,
     partial_attention,
 )
-from models.cached_attention import is_in_order
-from models.kv_cache import KEY_AXIS, VALUE_AXIS
-from models.paged_cache import Cache
-from models.transformer import Attend
-from spec import sampling
-from spec.draft_cache.drafting import DraftTrees, RowEnds
-from spec.drafter import PADDING
-from spec.eagle import model as eagle
-from spec.eagle.config import EagleConfig
-from spec.eagle.model import DeviceWeights
+from reprise.models.cached_attention import is_in_order
+from reprise.models.kv_cache import KEY_AXIS, VALUE_AXIS
+from reprise.models.paged_cache import Cache
+from reprise.models.transformer import Attend
+from reprise.spec import sampling
+from reprise.spec.draft_cache.drafting import DraftTrees, RowEnds
+from reprise.spec.drafter import PADDING
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle.config import EagleConfig
+from reprise.spec.eagle.model import DeviceWeights
 
 FIRST_TOKEN = 1  # entry t is of the hidden state at t and the token at t + 1
 SHARED_NOISE_PROB = 0.8  # of a draft token drawn with the position's own noise, among its siblings

@@ -17,9 +17,9 @@ from functools import partial
 
 import numpy as np
 
-from spec.drafter import Drafter, Drafts, LiveSlots, RequestIndex, Source, with_room
-from spec.retrieval.suffix_drafter import RequestFollowers, new_tokens
-from spec.retrieval.suffix_forest import ProposalRule, SuffixForest
+from reprise.spec.drafter import Drafter, Drafts, LiveSlots, RequestIndex, Source, with_room
+from reprise.spec.retrieval.suffix_drafter import RequestFollowers, new_tokens
+from reprise.spec.retrieval.suffix_forest import ProposalRule, SuffixForest
 
 RULE = ProposalRule(longest=16, shortest=1, max_children=3, prior=0.3, min_prob=0.05, path_tokens=0)
 

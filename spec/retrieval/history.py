@@ -23,10 +23,10 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from spec.drafter import PADDING, Drafter, Drafts, LiveSlots, Source, no_drafts
-from spec.retrieval.suffix_drafter import RequestFollowers, with_prompt_tail
-from spec.retrieval.suffix_forest import ProposalRule, SuffixForest
-from spec.reuse.rollout_cache import CachedGroup, RolloutCache
+from reprise.spec.drafter import PADDING, Drafter, Drafts, LiveSlots, Source, no_drafts
+from reprise.spec.retrieval.suffix_drafter import RequestFollowers, with_prompt_tail
+from reprise.spec.retrieval.suffix_forest import ProposalRule, SuffixForest
+from reprise.spec.reuse.rollout_cache import CachedGroup, RolloutCache
 
 # Section 5.4: a prefix of 7 tokens, shortened down to 3 until it is found; one branch, along which
 # the context grows by up to the 32 draft tokens of the longest window.

@@ -7,9 +7,17 @@ from collections.abc import Iterable, Mapping
 import numba
 import numpy as np
 
-from spec.drafter import Drafter, Drafts, LiveSlots, RequestIndex, Source, no_drafts, with_room
-from spec.retrieval import suffix_kernels as kernels
-from spec.retrieval.suffix_forest import Followers, ProposalRule, SuffixForest
+from reprise.spec.drafter import (
+    Drafter,
+    Drafts,
+    LiveSlots,
+    RequestIndex,
+    Source,
+    no_drafts,
+    with_room,
+)
+from reprise.spec.retrieval import suffix_kernels as kernels
+from reprise.spec.retrieval.suffix_forest import Followers, ProposalRule, SuffixForest
 
 NO_TREE = -1
 

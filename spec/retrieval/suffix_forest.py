@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from spec.drafter import Drafts
-from spec.retrieval import suffix_kernels as kernels
-from spec.retrieval import suffix_queries as queries
-from spec.retrieval.suffix_kernels import Arena
-from spec.retrieval.suffix_queries import Followers, ProposalRule
+from reprise.spec.drafter import Drafts
+from reprise.spec.retrieval import suffix_kernels as kernels
+from reprise.spec.retrieval import suffix_queries as queries
+from reprise.spec.retrieval.suffix_kernels import Arena
+from reprise.spec.retrieval.suffix_queries import Followers, ProposalRule
 
 __all__ = ["Followers", "ProposalRule", "SuffixForest"]
 

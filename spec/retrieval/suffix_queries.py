@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spec.drafter import Drafts
-from spec.retrieval import suffix_kernels as k
-from spec.retrieval.suffix_kernels import child_of, inlined, kernel, part, trim
+from reprise.spec.drafter import Drafts
+from reprise.spec.retrieval import suffix_kernels as k
+from reprise.spec.retrieval.suffix_kernels import child_of, inlined, kernel, part, trim
 
 # Columns of a draft token in the pool.
 _STATE, _MATCHED, _TOKEN, _PARENT = range(4)

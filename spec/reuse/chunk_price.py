@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spec.round_times import RoundTimes
+from reprise.spec.round_times import RoundTimes
 
 MARGIN = 1.05
 DECAY = 0.95  # of the gain of earlier rounds, a fetch

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 
 if TYPE_CHECKING:  # a configuration is read without it
-    from spec.reuse.rollout_cache import CachedResponse
+    from reprise.spec.reuse.rollout_cache import CachedResponse
 
 SCHEDULES = "constant, linear:END:STEPS, clip_fraction:TARGET"
 GAIN = 0.1  # the largest change of log λ a step

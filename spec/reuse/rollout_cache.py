@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from models.folder import Folder
-from spec.reuse.agreement import FIRST_RATE, Agreement
+from reprise.models.folder import Folder
+from reprise.spec.reuse.agreement import FIRST_RATE, Agreement
 
 MAGIC = b"RPR1"
 _HEADER = 12  # magic, CRC-32 of what follows, length of the JSON

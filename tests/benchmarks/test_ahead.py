@@ -4,10 +4,10 @@ import pytest
 
 from benchmarks import ahead
 from benchmarks.simulator.steps import AheadSimulation, StepSimulation
-from sched.policies.divided import Divided, Fifo
-from sched.policies.steps import Ahead, StepOrder
-from sched.request import RequestSpec
-from sched.simulator.cluster import Cluster, WorkerSample
+from reprise.sched.policies.divided import Divided, Fifo
+from reprise.sched.policies.steps import Ahead, StepOrder
+from reprise.sched.request import RequestSpec
+from reprise.sched.simulator.cluster import Cluster, WorkerSample
 from tests.support.steady_rounds import STEADY
 
 # two workers; each step has a response of ten tokens and one of two, and an update of 6 s

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from benchmarks import bf16_flips, workloads
-from rl.rollout import generate
-from rl.trajectory import Request
-from spec.config import SamplingConfig
-from spec.sampling import step_key
+from reprise.rl.rollout import generate
+from reprise.rl.trajectory import Request
+from reprise.spec.config import SamplingConfig
+from reprise.spec.sampling import step_key
 
 KEY = step_key(0, 1)
 

@@ -1,6 +1,7 @@
 """The miniature's figures, by hand: ratios of runs, right draft tokens, the best in hindsight."""
 
 import argparse
+import collections
 import dataclasses
 
 import numpy as np
@@ -8,13 +9,13 @@ import pytest
 
 from benchmarks import countdown
 from benchmarks.environment import ROOT
-from rl import ablate
-from rl.engine.stats import RoundRecord
-from rl.gin.loader import dump
-from rl.metrics.writer import MetricsWriter
-from spec.budget.budget import DraftDecision
-from spec.drafter import no_drafts
-from spec.round_times import RoundTimes
+from reprise.rl import ablate
+from reprise.rl.engine.stats import RoundRecord
+from reprise.rl.gin.loader import dump
+from reprise.rl.metrics.writer import MetricsWriter
+from reprise.spec.budget.budget import DraftDecision
+from reprise.spec.drafter import no_drafts
+from reprise.spec.round_times import RoundTimes
 
 RIGHT = np.array([7, 8, 9, 1])
 
@@ -106,16 +107,26 @@ def test_every_variant_of_the_grid_is_compared_with_the_plain_run_that_has_its_n
     cells = ablate.cells([ROOT / "configs/ablations/countdown.gin"], small, tmp_path)
     for cell in cells:
         noise = "by sample" if cell.config.reuse.couples_noise else "by step"
-        write_run(cell, noise if cell.name not in ("lenient e^0.5", "pipeline") else "other")
+        noise += ", all repeated" if not cell.config.reuse.renew_groups else ""
+        is_other = cell.name.startswith("lenient") or cell.name == "pipeline"
+        write_run(cell, "other" if is_other else noise)
     (cells[1].folder / "metrics.jsonl").write_text('{"step": 1}\n')  # stopped
     found = countdown.training(argparse.Namespace(folder=tmp_path))
     assert found["conditions"]["eval_before"] == 0.5
     rows = {row["variant"]: row for row in found["rows"]}
     assert len(rows) == len(cells) - 1 and "drafts" not in rows
-    by_sample = {name for name, row in rows.items() if row["baseline"] != "plain"}
-    assert by_sample == {"plain_noise_by_sample", "coupled", "all_exact"}
-    assert {row["baseline"] for row in rows.values()} == {"plain", "plain_noise_by_sample"}
+    by_baseline = collections.defaultdict(set)
+    for name, row in rows.items():
+        by_baseline[row["baseline"]].add(name)
+    assert by_baseline.pop("plain") >= {"plain", "lenient_e_0_5", "learned", "ahead"}
+    assert by_baseline == {
+        "plain_noise_by_sample": {"plain_noise_by_sample", "coupled", "all_exact"},
+        "plain_noise_by_sample_all_repeated": {
+            "plain_noise_by_sample_all_repeated",
+            "coupled_all_repeated",
+        },
+    }
     differ = {name for name, row in rows.items() if row["responses_that_differ"]}
-    assert differ == {"lenient_e_0_5", "pipeline"}
+    assert differ == {"lenient_e_0_5", "lenient_e_0_5_all_repeated", "pipeline"}
     assert differ == {name for name, row in rows.items() if not row["is_exact"]}
     assert all(row["responses"] == 4 and row["first/steps"] > 0 for row in rows.values())

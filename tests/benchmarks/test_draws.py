@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from benchmarks import draws
-from models.config import num_params
+from reprise.models.config import num_params
 
 
 def test_draws_change_as_far_as_logits_move(monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import grid_in_turns
-from rl.metrics.writer import read_metrics, step_rows
+from reprise.rl.metrics.writer import read_metrics, step_rows
 from tests.support import tiny_run
 
 GRID = """

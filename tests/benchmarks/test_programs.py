@@ -11,7 +11,7 @@ from benchmarks import environment
 from benchmarks.soak import inputs
 from benchmarks.soak.__main__ import is_wrong
 from benchmarks.turns import in_turns
-from spec.page_table import PageTable
+from reprise.spec.page_table import PageTable
 
 RECORD = {
     "benchmark",

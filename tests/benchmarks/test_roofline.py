@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks import roofline
-from rl.engine.stats import EngineStats, RoundRecord
-from sched.simulator.roofline import Accelerator, Instance, dense
+from reprise.rl.engine.stats import EngineStats, RoundRecord
+from reprise.sched.simulator.roofline import Accelerator, Instance, dense
 
 POLICY = dense("", 100.0, layers=1, heads=2, kv_heads=1, head_dim=4)
 SLOW_MEMORY = Instance(Accelerator("", 1e9, 1.0, 0.0, 1.0), POLICY, efficiency=roofline.PRICED)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from models import hf
-from rl.metrics.writer import MetricsConfig, MetricsWriter
+from reprise.models import hf
+from reprise.rl.metrics.writer import MetricsConfig, MetricsWriter
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

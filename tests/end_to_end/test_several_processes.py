@@ -24,11 +24,10 @@ from processes import child_environment, descendants, free_port, run_commands, r
 from run_settings import DAPO, PIPELINE
 from safetensors.numpy import load_file
 
-import rl.train
-from rl.metrics.writer import read_metrics, read_samples, step_rows
-from rl.runtime import devices
-from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
-from rl.runtime.run_files import NEWEST_FILE
+from reprise.rl.metrics.writer import read_metrics, read_samples, step_rows
+from reprise.rl.runtime import devices
+from reprise.rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
+from reprise.rl.runtime.run_files import NEWEST_FILE
 from tests.support import tiny_run
 
 DEVICES = 4
@@ -86,7 +85,7 @@ def here(count: int, config: Path, run: Path, *settings: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "found", lambda: jax.devices()[:count])
         flags = [f"--gin.{setting}" for setting in given]
-        assert call_main(rl.train.main, f"--gin_file={config}", *flags, *resumed) == 0
+        assert call_main(train.main, f"--gin_file={config}", *flags, *resumed) == 0
 
 
 class Started:

@@ -23,13 +23,13 @@ import pytest
 import tensorstore
 from whole_steps import whole_steps
 
-from models.folder import Folder
-from rl.checkpoint import checkpointer, contents, folders, reader
-from rl.checkpoint import manifest as checkpoint_manifest
-from rl.checkpoint.checkpointer import Checkpointer, LinkedFiles
-from rl.checkpoint.config import CheckpointConfig
-from rl.checkpoint.manifest import Content
-from spec.reuse.rollout_cache import RolloutCache, of_group
+from reprise.models.folder import Folder
+from reprise.rl.checkpoint import checkpointer, contents, folders, reader
+from reprise.rl.checkpoint import manifest as checkpoint_manifest
+from reprise.rl.checkpoint.checkpointer import Checkpointer, LinkedFiles
+from reprise.rl.checkpoint.config import CheckpointConfig
+from reprise.rl.checkpoint.manifest import Content
+from reprise.spec.reuse.rollout_cache import RolloutCache, of_group
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = {"w": jnp.zeros((3, 4)), "h": jnp.zeros((5,), jnp.bfloat16)}
@@ -454,9 +454,8 @@ def test_a_crash_at_each_file_system_change_leaves_a_whole_checkpoint(tmp_path, 
 
 
 def test_a_second_writer_is_kept_out(tmp_path):
-    script = (
-        "import sys; from rl.checkpoint.checkpointer import Checkpointer; Checkpointer(sys.argv[1])"
-    )
+    script = "import sys\nfrom reprise.rl.checkpoint.checkpointer import Checkpointer\n"
+    script += "Checkpointer(sys.argv[1])"
     with Checkpointer(tmp_path):
         done = run_python(script, tmp_path)
     assert done.returncode != 0 and "to have one writer, got a second" in done.stderr
@@ -471,7 +470,7 @@ KILL_LOOP = """
 
     def victim(directory, pipe):
         from test_checkpoint_faults import TEMPLATE, assert_is_step, content, host
-        from rl.checkpoint.checkpointer import Checkpointer, CheckpointConfig
+        from reprise.rl.checkpoint.checkpointer import Checkpointer, CheckpointConfig
         from whole_steps import whole_steps
         saver = Checkpointer(directory, CheckpointConfig(keep=1))
         step = max(whole_steps(saver), default=0)

@@ -14,8 +14,8 @@ from command_runs import call_main
 
 from benchmarks.soak import runs
 from benchmarks.soak.runs import KillPoint
-from rl import train
-from rl.metrics.writer import read_metrics
+from reprise.rl import train
+from reprise.rl.metrics.writer import read_metrics
 from tests.support import tiny_run
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow]

@@ -15,7 +15,7 @@ import pytest
 from processes import child_environment
 
 from benchmarks.soak import server
-from rl.server.records import Records
+from reprise.rl.server.records import Records
 
 ROOT = Path(__file__).parents[2]
 

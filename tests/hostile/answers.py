@@ -14,13 +14,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rl.data import reasoning_gym_tasks
-from rl.data.answers import with_marker
-from rl.data.tasks import Example, open_task
-from rl.rewards.config import RewardConfig
-from rl.rewards.pool import STARTUP_S, RewardPool
-from rl.rewards.process import RewardWorkerError
-from rl.rewards.scores import Score, ScoreJob
+from reprise.rl.data import reasoning_gym_tasks
+from reprise.rl.data.answers import with_marker
+from reprise.rl.data.tasks import Example, open_task
+from reprise.rl.rewards.config import RewardConfig
+from reprise.rl.rewards.pool import STARTUP_S, RewardPool
+from reprise.rl.rewards.process import RewardWorkerError
+from reprise.rl.rewards.scores import Score, ScoreJob
 
 SPY = Path(__file__).with_name("spy.py")
 EXTRACT = "answer_tag"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import jax
 
-from models.config import Llama3RopeScaling
-from spec.eagle import files as eagle_files
-from spec.eagle import model as eagle
+from reprise.models.config import Llama3RopeScaling
+from reprise.spec.eagle import files as eagle_files
+from reprise.spec.eagle import model as eagle
 from tests.hostile import config_cases, file_cases, folder_cases
 from tests.hostile.watch import Case
 from tests.support import gguf_by_hand, tiny_run

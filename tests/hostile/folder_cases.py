@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rl.inputs import open_policy
-from spec.eagle import files as eagle_files
+from reprise.rl.inputs import open_policy
+from reprise.spec.eagle import files as eagle_files
 from tests.hostile.config_cases import change, check
 from tests.hostile.watch import CANARY, Case, Wrong
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from rl.data.tasks import Example
-from rl.rewards.config import RewardConfig
-from rl.rewards.pool import RewardPool
-from rl.rewards.scores import ScoreJob
+from reprise.rl.data.tasks import Example
+from reprise.rl.rewards.config import RewardConfig
+from reprise.rl.rewards.pool import RewardPool
+from reprise.rl.rewards.scores import ScoreJob
 from tests.hostile import answers
 
 SPY = Path(answers.__file__).with_name("spy.py")

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from command_runs import call_main
 
-from rl import report, train
-from rl.checkpoint.checkpointer import Checkpointer
-from rl.runtime.run_files import OWN_NAMES
+from reprise.rl import report, train
+from reprise.rl.checkpoint.checkpointer import Checkpointer
+from reprise.rl.runtime.run_files import OWN_NAMES
 from tests.support import tiny_run
 
 SPILLS = ("Speculation.budget='fixed:1'", "Speculation.sources=('history',)")

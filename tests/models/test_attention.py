@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from drafts_by_hand import Draft, stack
 
-from models.attention import Chunks, attend_chunks, attend_nodes, finite_values
-from models.kv_cache import Rows
-from models.paged_cache import Pages
-from spec import nodes as packed_nodes
+from reprise.models.attention import Chunks, attend_chunks, attend_nodes, finite_values
+from reprise.models.kv_cache import Rows
+from reprise.models.paged_cache import Pages
+from reprise.spec import nodes as packed_nodes
 
 H, K, h, S = 4, 2, 8, 12
 T = 4  # positions of a page

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from models import child
-from models.child import Child, ChildEnded
+from reprise.models import child
+from reprise.models.child import Child, ChildEnded
 
 MODULE = """
 import os, signal, sys
 sys.path.insert(0, {home!r})
-from models.child import serve
+from reprise.models.child import serve
 
 def answer(request):
     words = request.decode().split()

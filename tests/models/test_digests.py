@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from models import digests
+from reprise.models import digests
 
 SHAPES = {"embed": (500, 16), "norm": (16,), "bias": (3,), "head": (16, 500)}
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from models.folder import Folder, LinkError, held, replace_file
+from reprise.models.folder import Folder, LinkError, held, replace_file
 
 
 @pytest.fixture
@@ -153,7 +153,8 @@ def test_a_file_is_linked_or_copied(folder, tmp_path, monkeypatch):
 
 
 def test_only_one_process_holds_a_lock(folder):
-    script = "import sys; from models.folder import Folder; print(Folder(sys.argv[1]).lock('x'))"
+    script = "import sys\nfrom reprise.models.folder import Folder\n"
+    script += "print(Folder(sys.argv[1]).lock('x'))"
 
     def other() -> str:
         command = [sys.executable, "-c", script, str(folder.path)]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from gguf_by_hand import KINDS
 
-from models import hf
-from models.config import Llama3RopeScaling, ModelConfig
+from reprise.models import hf
+from reprise.models.config import Llama3RopeScaling, ModelConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SHAPE = {

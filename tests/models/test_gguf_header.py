@@ -9,8 +9,8 @@ import gguf_by_hand as by_hand
 import numpy as np
 import pytest
 
-from models import gguf_header, gguf_tokenizer, hf, hf_files
-from models.config import ModelConfig
+from reprise.models import gguf_header, gguf_tokenizer, hf, hf_files
+from reprise.models.config import ModelConfig
 
 UINT8, UINT32, FLOAT32, BOOL, STRING, ARRAY, UINT64 = 0, 4, 6, 7, 8, 9, 10
 F32, Q8_0 = 0, 8

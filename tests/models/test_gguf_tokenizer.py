@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import normalizers, pre_tokenizers
 
-from models import tokenizer
-from models.config import ModelConfig
 from policies.make.characters import save_character_tokenizer
+from reprise.models import tokenizer
+from reprise.models.config import ModelConfig
 
 CHAT = runpy.run_path(str(Path(__file__).parents[1] / "golden" / "chat_cases.py"))
 CONFIG = ModelConfig("llama", 300, 4, 1, 2, 1, 2, 4, tied_embeddings=True)
@@ -273,7 +273,7 @@ def test_more_tokens_than_rows_do_not_fit(tmp_path):
     metadata = by_hand.byte_vocabulary(0)
     path = tmp_path / "a.gguf"
     by_hand.write(path, config, by_hand.random_weights(config), metadata=metadata)
-    from models import hf
+    from reprise.models import hf
 
     with pytest.raises(ValueError, match="vocab_size=200, got ids up to 266"):
         tokenizer.check_vocabulary(tokenizer.load(path), hf.check(path))

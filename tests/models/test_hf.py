@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models import hf, hf_files, transformer
-from models.config import Llama3RopeScaling, MeshConfig, ModelConfig
-from models.config import num_params as count_params
-from models.sharding import make_mesh
+from reprise.models import hf, hf_files, transformer
+from reprise.models.config import Llama3RopeScaling, MeshConfig, ModelConfig
+from reprise.models.config import num_params as count_params
+from reprise.models.sharding import make_mesh
 
 LOGITS = jax.jit(transformer.logits, static_argnums=0)
 GOLDEN = Path(__file__).parents[1] / "golden"

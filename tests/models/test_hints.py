@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from models import hints
-from models.hints import download_hint, install_hint
+from reprise.models import hints
+from reprise.models.hints import download_hint, install_hint
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax.extend.core import Literal, jaxprs_in_params
 
-from models import layers, row_attention
-from models.attention import Packing
-from models.config import Adapted, Llama3RopeScaling, LowRank, ModelConfig
-from models.layers import (
+from reprise.models import layers, row_attention
+from reprise.models.attention import Packing
+from reprise.models.config import Adapted, Llama3RopeScaling, LowRank, ModelConfig
+from reprise.models.layers import (
     feed_forward,
     linear,
     mean_square,

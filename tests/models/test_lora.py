@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from shapes import CHAT, ODD, TINY
 
-from models import lora, transformer
-from models.config import (
+from reprise.models import lora, transformer
+from reprise.models.config import (
     LORA_TARGETS,
     Adapted,
     LoraShape,
@@ -19,7 +19,7 @@ from models.config import (
     trained_specs,
     with_adapters,
 )
-from models.layers import dense
+from reprise.models.layers import dense
 
 ALL = tuple(LORA_TARGETS)
 TOKENS_BT = np.random.default_rng(0).integers(0, 15, (2, 9)).astype(np.int32)

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from models import page_tiles
-from models.attention import After
-from models.kernels import (
+from reprise.models import page_tiles
+from reprise.models.attention import After
+from reprise.models.kernels import (
     hopper,
     page_attention_gpu,
     row_attention_gpu,
     row_attention_tpu,
     softmax_tpu,
 )
-from models.layers import sum_in_order
+from reprise.models.layers import sum_in_order
 
 K, G, h = 2, 3, 128
 TREE = [-1, 0, 1, 2, 0, 4, 2, 5, 1]  # nodes 4, 6 and 8 begin paths

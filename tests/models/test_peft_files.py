@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models import hf, lora, peft_files, transformer
-from models.config import LoraShape, with_adapters
+from reprise.models import hf, lora, peft_files, transformer
+from reprise.models.config import LoraShape, with_adapters
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 BASE = GOLDEN / "qwen3_untied"

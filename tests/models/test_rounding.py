@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import models
-from models import attention, row_attention
-from models.attention import attend, partial_attention, weights
+from reprise import models
+from reprise.models import attention, row_attention
+from reprise.models.attention import attend, partial_attention, weights
 
 B, K, G, h, S = 2, 2, 2, 32, 96
 H = K * G

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from programs import largest_array
 
-from models import layers, row_attention, transformer
-from models.attention import Packing, packed_mask
-from models.config import ModelConfig
-from models.row_attention import attend_rows
+from reprise.models import layers, row_attention, transformer
+from reprise.models.attention import Packing, packed_mask
+from reprise.models.config import ModelConfig
+from reprise.models.row_attention import attend_rows
 
 B, H, K, h = 2, 4, 2, 8
 C = 16  # positions of a block, here

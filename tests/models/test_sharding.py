@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from models import hf, layout, sharding, transformer
-from models.config import MeshConfig
-from models.layout import fitting_axes, logits_axes, mesh_axes
+from reprise.models import hf, layout, sharding, transformer
+from reprise.models.config import MeshConfig
+from reprise.models.layout import fitting_axes, logits_axes, mesh_axes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from token_rules import byte_level, metaspace
 
-from models import token_bytes, tokenizer
 from policies.make.characters import save_character_tokenizer
+from reprise.models import token_bytes, tokenizer
 
 
 def characters_backend(tmp_path):

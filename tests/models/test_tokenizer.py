@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from token_rules import byte_level, metaspace, normalizing, save, with_digits
 
-from models import chat_template
-from models import tokenizer as tokenizers_of_ours
-from models.config import ModelConfig
 from policies.make.characters import save_character_tokenizer
+from reprise.models import chat_template
+from reprise.models import tokenizer as tokenizers_of_ours
+from reprise.models.config import ModelConfig
 
 CHARACTERS = "abcdefghij 0123456789+-=*\n\té漢🙂"
 CHARACTER_TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"

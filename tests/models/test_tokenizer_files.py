@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from models import hf, tokenizer, tokenizer_files
-from models.child import Child
 from policies.make.characters import save_character_tokenizer
+from reprise.models import hf, tokenizer, tokenizer_files
+from reprise.models.child import Child
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -89,7 +89,7 @@ def growing(kind, character):
 def test_rules_that_run_away_end_in_a_child(folder, monkeypatch, kind):
     path = folder / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | growing(kind, ".")))
-    child = Child("models.tokenizer_files", 2**28, 5)
+    child = Child("reprise.models.tokenizer_files", 2**28, 5)
     monkeypatch.setattr(tokenizer_files, "_child", child)
     with pytest.raises(ValueError, match="folder: expected a tokenizer that is read, encodes"):
         tokenizer.load(folder)
@@ -133,6 +133,7 @@ def test_a_text_that_fails_hides_none_that_runs_away(folder, monkeypatch):
     spoilt(folder, lambda content: content["model"].update(unk_token="absent"))
     tokenizer.load(folder)  # it has no tokens for most of the page
     spoilt(folder, lambda content: content.update(growing("normalizer", "a")))
-    monkeypatch.setattr(tokenizer_files, "_child", Child("models.tokenizer_files", 2**28, 5))
+    child = Child("reprise.models.tokenizer_files", 2**28, 5)
+    monkeypatch.setattr(tokenizer_files, "_child", child)
     with pytest.raises(ValueError, match="folder: expected a tokenizer that is read, encodes"):
         tokenizer.load(folder)

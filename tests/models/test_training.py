@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
-from models import training, transformer
-from models.config import MeshConfig, ModelConfig
-from models.kernels import products_cpu
-from models.layout import layers_per_input
-from models.sharding import make_mesh
+from reprise.models import training, transformer
+from reprise.models.config import MeshConfig, ModelConfig
+from reprise.models.kernels import products_cpu
+from reprise.models.layout import layers_per_input
+from reprise.models.sharding import make_mesh
 
 L, B, T = 5, 2, 24
 MODEL = ModelConfig("qwen2", 32, 16, L, 4, 2, 8, 48, qkv_bias=True, tied_embeddings=True)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from models import kv_cache, transformer
-from models.attention import Packing, attend, attend_causally, packed_mask
-from models.config import Llama3RopeScaling, ModelConfig, num_params
-from models.layout import causal_block_tokens
+from reprise.models import kv_cache, transformer
+from reprise.models.attention import Packing, attend, attend_causally, packed_mask
+from reprise.models.config import Llama3RopeScaling, ModelConfig, num_params
+from reprise.models.layout import causal_block_tokens
 
 LLAMA = ModelConfig(
     architecture="llama",

@@ -46,7 +46,7 @@ def engine():
     from parity_model import MODEL
     from shapes import SPEC
 
-    from rl.engine.engine import Engine
+    from reprise.rl.engine.engine import Engine
 
     return Engine(MODEL, SPEC)
 

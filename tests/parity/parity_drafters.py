@@ -12,8 +12,8 @@ import numpy as np
 from drafts_by_hand import NO_DRAFT, Draft, chain, stack
 from parity_model import MODEL
 
-from rl.trajectory import Origin
-from spec.drafter import Drafter, LiveSlots
+from reprise.rl.trajectory import Origin
+from reprise.spec.drafter import Drafter, LiveSlots
 
 V = MODEL.vocab_size
 

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from shapes import SPEC, one_size
 
-from models import transformer
-from models.config import ModelConfig
-from rl.trajectory import FinishReason, Request
-from spec import sampling
-from spec.config import SamplingConfig
-from spec.round_times import RoundTimes
+from reprise.models import transformer
+from reprise.models.config import ModelConfig
+from reprise.rl.trajectory import FinishReason, Request
+from reprise.spec import sampling
+from reprise.spec.config import SamplingConfig
+from reprise.spec.round_times import RoundTimes
 
 MODEL = ModelConfig(
     architecture="qwen3",

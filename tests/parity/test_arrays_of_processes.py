@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from processes import launch
 
-from models import hf
-from rl.checkpoint.checkpointer import Checkpointer
-from rl.checkpoint.reader import restore
+from reprise.models import hf
+from reprise.rl.checkpoint.checkpointer import Checkpointer
+from reprise.rl.checkpoint.reader import restore
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 

@@ -17,13 +17,13 @@ from drafts_by_hand import Draft, chain
 from parity_model import make_params
 from scipy.stats import chi2
 
-from models import kv_cache, transformer
-from models.config import ModelConfig
-from spec import sampling, verify
-from spec.config import DRAWS
-from spec.drafter import PADDING
-from spec.nodes import Nodes, by_slot
-from spec.verify import Slots
+from reprise.models import kv_cache, transformer
+from reprise.models.config import ModelConfig
+from reprise.spec import sampling, verify
+from reprise.spec.config import DRAWS
+from reprise.spec.drafter import PADDING
+from reprise.spec.nodes import Nodes, by_slot
+from reprise.spec.verify import Slots
 
 pytestmark = [pytest.mark.parity, pytest.mark.statistical]
 

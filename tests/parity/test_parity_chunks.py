@@ -16,12 +16,12 @@ from test_parity_draft_model import SMALL, drafter
 from test_parity_learned import Keeps, hidden, learned
 from test_parity_reuse import NODES, changed, rule, with_cached
 
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RolloutSpec
-from rl.trajectory import Origin
-from spec.budget.budget import FixedBudget
-from spec.config import ChainConfig
-from spec.eagle import model as eagle
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.trajectory import Origin
+from reprise.spec.budget.budget import FixedBudget
+from reprise.spec.config import ChainConfig
+from reprise.spec.eagle import model as eagle
 
 pytestmark = pytest.mark.parity
 

@@ -18,12 +18,12 @@ from stepped_links import (
     wrong_tokens,
 )
 
-from spec.config import ChainConfig
-from spec.decoupled.ahead import Enumerating, FreeRunning, RequestTexts
-from spec.decoupled.drafter import DecoupledDrafter, OnePlan
-from spec.decoupled.messages import DraftPlan
-from spec.draft_model.enumeration import AheadDraftModel, EnumeratingDraftModel
-from spec.drafter import Source
+from reprise.spec.config import ChainConfig
+from reprise.spec.decoupled.ahead import Enumerating, FreeRunning, RequestTexts
+from reprise.spec.decoupled.drafter import DecoupledDrafter, OnePlan
+from reprise.spec.decoupled.messages import DraftPlan
+from reprise.spec.draft_model.enumeration import AheadDraftModel, EnumeratingDraftModel
+from reprise.spec.drafter import Source
 
 pytestmark = pytest.mark.parity
 

@@ -20,13 +20,13 @@ from parity_model import (
 )
 from shapes import SPEC
 
-from rl.engine.engine import Engine
-from spec.budget.budget import FixedBudget, SeeingBudget
-from spec.budget.union import DrafterUnion
-from spec.config import ChainConfig
-from spec.draft_model.drafter import DraftModelDrafter
-from spec.drafter import Source
-from spec.retrieval.suffix_drafter import NgramDrafter
+from reprise.rl.engine.engine import Engine
+from reprise.spec.budget.budget import FixedBudget, SeeingBudget
+from reprise.spec.budget.union import DrafterUnion
+from reprise.spec.config import ChainConfig
+from reprise.spec.draft_model.drafter import DraftModelDrafter
+from reprise.spec.drafter import Source
+from reprise.spec.retrieval.suffix_drafter import NgramDrafter
 
 pytestmark = pytest.mark.parity
 

@@ -8,11 +8,11 @@ from parity_model import MODEL, ONE_SIZE, SAMPLINGS, STEP_KEY, differences
 from test_parity_draft_model import drafter as draft_model
 from test_parity_learned import learned
 
-from models.paged_cache import PagedCache
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RolloutSpec
-from spec.budget.budget import FixedBudget, SeeingBudget
-from spec.eagle import model as eagle
+from reprise.models.paged_cache import PagedCache
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.spec.budget.budget import FixedBudget, SeeingBudget
+from reprise.spec.eagle import model as eagle
 
 pytestmark = pytest.mark.parity
 

@@ -17,8 +17,8 @@ from parity_drafters import (
 from parity_model import MODEL, ONE_SIZE, SAMPLINGS, TOLERANCE, differences, misscored
 from shapes import SPEC
 
-from rl.engine.engine import Engine
-from rl.trajectory import Origin
+from reprise.rl.engine.engine import Engine
+from reprise.rl.trajectory import Origin
 
 pytestmark = pytest.mark.parity
 

@@ -18,20 +18,20 @@ from parity_model import (
 )
 from shapes import SPEC
 
-from models import transformer
-from models.config import MeshConfig
-from models.sharding import make_mesh
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RolloutSpec
-from rl.speculation.device_drafters import LearnedDrafter
-from rl.trajectory import Origin
-from spec.budget.budget import FixedBudget, SeeingBudget
-from spec.budget.union import DrafterUnion
-from spec.drafter import Drafter
-from spec.eagle import model as eagle
-from spec.eagle.config import TreeConfig
-from spec.eagle.model import EagleWeights
-from spec.retrieval.suffix_drafter import NgramDrafter
+from reprise.models import transformer
+from reprise.models.config import MeshConfig
+from reprise.models.sharding import make_mesh
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.speculation.device_drafters import LearnedDrafter
+from reprise.rl.trajectory import Origin
+from reprise.spec.budget.budget import FixedBudget, SeeingBudget
+from reprise.spec.budget.union import DrafterUnion
+from reprise.spec.drafter import Drafter
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle.config import TreeConfig
+from reprise.spec.eagle.model import EagleWeights
+from reprise.spec.retrieval.suffix_drafter import NgramDrafter
 
 pytestmark = pytest.mark.parity
 

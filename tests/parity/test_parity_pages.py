@@ -10,13 +10,13 @@ from parity_model import MODEL, ONE_SIZE, SAMPLINGS, STEP_KEY, TOLERANCE, differ
 from test_parity_learned import Keeps, learned, out_of_step
 from tiny_team import assert_same_tokens, play
 
-from models.config import MeshConfig
-from models.sharding import make_mesh
-from rl.engine import cache_ops
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RolloutSpec
-from sched.request import Kv
-from spec.page_table import PageTable
+from reprise.models.config import MeshConfig
+from reprise.models.sharding import make_mesh
+from reprise.rl.engine import cache_ops
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.sched.request import Kv
+from reprise.spec.page_table import PageTable
 
 pytestmark = pytest.mark.parity
 

@@ -21,22 +21,22 @@ from parity_model import (
 from shapes import SPEC
 from test_parity_speculation import TIMES, make
 
-from models import transformer
-from rl.engine import cached_prefixes
-from rl.engine.cached_prefixes import CachedPrefixes
-from rl.engine.engine import Engine
-from rl.engine.rounds import Rounds
-from rl.engine.slot_table import SlotTable
-from rl.trajectory import FinishReason, Origin
-from spec.budget.budget import SeeingBudget
-from spec.budget.goodput import make_budget
-from spec.decoupled.copies import CopiesDrafter, Progress
-from spec.drafter import Source
-from spec.retrieval.suffix_drafter import NgramDrafter
-from spec.reuse.prefix_rule import PrefixRule, log, parse_mode
-from spec.reuse.rollout_cache import CachedResponse, Scores
-from spec.round_times import RoundTimes
-from spec.sampling import given_log_probs, masses, processed_logits
+from reprise.models import transformer
+from reprise.rl.engine import cached_prefixes
+from reprise.rl.engine.cached_prefixes import CachedPrefixes
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rounds import Rounds
+from reprise.rl.engine.slot_table import SlotTable
+from reprise.rl.trajectory import FinishReason, Origin
+from reprise.spec.budget.budget import SeeingBudget
+from reprise.spec.budget.goodput import make_budget
+from reprise.spec.decoupled.copies import CopiesDrafter, Progress
+from reprise.spec.drafter import Source
+from reprise.spec.retrieval.suffix_drafter import NgramDrafter
+from reprise.spec.reuse.prefix_rule import PrefixRule, log, parse_mode
+from reprise.spec.reuse.rollout_cache import CachedResponse, Scores
+from reprise.spec.round_times import RoundTimes
+from reprise.spec.sampling import given_log_probs, masses, processed_logits
 
 pytestmark = pytest.mark.parity
 

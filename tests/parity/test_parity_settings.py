@@ -21,13 +21,13 @@ from parity_model import (
 )
 from shapes import SPEC
 
-from models import transformer
-from models.config import MeshConfig
-from models.sharding import make_mesh, param_shardings, rollout_mesh
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RolloutSpec
-from rl.learner.gathering import laid_out
-from rl.trajectory import FinishReason, Origin
+from reprise.models import transformer
+from reprise.models.config import MeshConfig
+from reprise.models.sharding import make_mesh, param_shardings, rollout_mesh
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.learner.gathering import laid_out
+from reprise.rl.trajectory import FinishReason, Origin
 
 pytestmark = pytest.mark.parity
 

@@ -7,15 +7,15 @@ import pytest
 from parity_drafters import Oracle, drafted
 from parity_model import MODEL, ONE_SIZE, SAMPLINGS, TOLERANCE, differences, misscored
 
-from rl.engine.engine import Engine
-from rl.trajectory import Origin
-from spec.budget.goodput import make_budget
-from spec.budget.union import DrafterUnion
-from spec.retrieval.group import GroupDrafter
-from spec.retrieval.history import PAPER_RULE, RULE, HistoryDrafter, build_index
-from spec.retrieval.suffix_drafter import NgramDrafter
-from spec.reuse.rollout_cache import RolloutCache, of_group
-from spec.round_times import RoundTimes
+from reprise.rl.engine.engine import Engine
+from reprise.rl.trajectory import Origin
+from reprise.spec.budget.goodput import make_budget
+from reprise.spec.budget.union import DrafterUnion
+from reprise.spec.retrieval.group import GroupDrafter
+from reprise.spec.retrieval.history import PAPER_RULE, RULE, HistoryDrafter, build_index
+from reprise.spec.retrieval.suffix_drafter import NgramDrafter
+from reprise.spec.reuse.rollout_cache import RolloutCache, of_group
+from reprise.spec.round_times import RoundTimes
 
 pytestmark = pytest.mark.parity
 

@@ -29,13 +29,11 @@ from parity_model import (
 )
 from shapes import one_size
 
-import rl.engine.rounds
-import rl.engine.slot_cache
-from models import attention, kv_cache, transformer
-from models.kernels import cached_rows_cpu
-from rl.engine import cache_ops
-from rl.engine.engine import Engine
-from spec import sampling, verify
+from reprise.models import attention, kv_cache, transformer
+from reprise.models.kernels import cached_rows_cpu
+from reprise.rl.engine import cache_ops, rounds, slot_cache
+from reprise.rl.engine.engine import Engine
+from reprise.spec import sampling, verify
 
 pytestmark = pytest.mark.parity
 
@@ -94,11 +92,11 @@ def plant(monkeypatch, golden):
             anew = fresh(getattr(transformer, layer), static_argnums=0)
             monkeypatch.setattr(transformer, layer, anew)
         settle = fresh(verify.settle, donate_argnums=(0, 1))
-        for caller in (verify, rl.engine.slot_cache):
+        for caller in (verify, slot_cache):
             monkeypatch.setattr(caller, "settle", settle)
         for step in (verify.verify_round, verify.decode_beside_chunks, verify.decode_rounds):
             anew = fresh(step, donate_argnums=(1, 2, 3))
-            monkeypatch.setattr(rl.engine.rounds, step.__name__, anew)
+            monkeypatch.setattr(rounds, step.__name__, anew)
 
     return put
 

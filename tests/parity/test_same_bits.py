@@ -16,9 +16,9 @@ import pytest
 from benchmarks import cuts, passes
 from benchmarks.passes import Passes, differences
 from benchmarks.same_bits import KINDS, as_kind
-from models import cached_attention, kv_cache, layers, row_attention, sharding, transformer
-from models.config import MeshConfig, ModelConfig
-from spec import sampling
+from reprise.models import cached_attention, kv_cache, layers, row_attention, sharding, transformer
+from reprise.models.config import MeshConfig, ModelConfig
+from reprise.spec import sampling
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="kernels of CPUs")
 

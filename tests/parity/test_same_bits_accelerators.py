@@ -15,7 +15,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from benchmarks import passes
 from benchmarks.passes import Passes, differences
-from models import (
+from reprise.models import (
     cached_attention,
     config,
     layers,
@@ -24,8 +24,8 @@ from models import (
     sharding,
     transformer,
 )
-from models.config import MeshConfig, ModelConfig
-from models.kernels import (
+from reprise.models.config import MeshConfig, ModelConfig
+from reprise.models.kernels import (
     hopper,
     page_attention_gpu,
     page_attention_tpu,

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import hf, tokenizer
 from policies.make import countdown, drafter
-from rl.drafter_training.config import DrafterConfig
-from rl.drafter_training.offline import OfflineConfig, OfflineTraining
-from rl.packing import Response
-from spec.eagle import files as eagle_files
-from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig
+from reprise.models import hf, tokenizer
+from reprise.rl.drafter_training.config import DrafterConfig
+from reprise.rl.drafter_training.offline import OfflineConfig, OfflineTraining
+from reprise.rl.packing import Response
+from reprise.spec.eagle import files as eagle_files
+from reprise.spec.eagle.config import DataBufferConfig, DrafterTrainingConfig
 
 POLICY = Path(__file__).parents[2] / "policies" / "countdown"
 SHIPPED = POLICY.parent / "countdown_drafter"

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import hf, tokenizer, transformer
-from models.config import num_params
 from policies.make import draft, policy, solutions
-from rl.data import tasks
-from rl.data.answers import extract_answer
-from rl.runtime.run_files import PROJECT_ROOT
+from reprise.models import hf, tokenizer, transformer
+from reprise.models.config import num_params
+from reprise.rl.data import tasks
+from reprise.rl.data.answers import extract_answer
+from reprise.rl.runtime.run_files import PROJECT_ROOT
 
 SHIPPED = PROJECT_ROOT / "policies" / "tiny"
 SHIPPED_DRAFT = PROJECT_ROOT / "policies" / "tiny_draft"

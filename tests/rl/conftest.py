@@ -30,7 +30,7 @@ def engines():
     """Three tiny engines, for teams of workers."""
     from tiny_team import CONFIG, MODEL
 
-    from rl.engine.engine import Engine
+    from reprise.rl.engine.engine import Engine
 
     return [Engine(MODEL, CONFIG) for _ in range(3)]
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rl.ablate import (
+from reprise.rl.ablate import (
     COLUMNS,
     AblationConfig,
     by_variant,
@@ -15,8 +15,8 @@ from rl.ablate import (
     markdown,
     read_cell,
 )
-from rl.gin.loader import ConfigError, dump
-from rl.metrics.writer import MetricsConfig, MetricsWriter
+from reprise.rl.gin.loader import ConfigError, dump
+from reprise.rl.metrics.writer import MetricsConfig, MetricsWriter
 from tests.support import tiny_run
 
 GRID = """

@@ -12,15 +12,15 @@ import pytest
 from loop_runs import counted_compilations
 from safetensors.numpy import load_file, save_file
 
-from models import hf, transformer
-from models.lora import trained_part
-from rl import api
-from rl.config import TrainConfig
-from rl.gin.loader import ConfigError, load
-from rl.rollout import generate
-from rl.trajectory import NonFiniteLogits, Request
-from spec.config import SamplingConfig
-from spec.sampling import step_key
+from reprise.models import hf, transformer
+from reprise.models.lora import trained_part
+from reprise.rl import api
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.loader import ConfigError, load
+from reprise.rl.rollout import generate
+from reprise.rl.trajectory import NonFiniteLogits, Request
+from reprise.spec.config import SamplingConfig
+from reprise.spec.sampling import step_key
 
 ONE = "Mesh.data=1"
 SIZES = (
@@ -108,7 +108,7 @@ def test_sources_that_samples_do_not_have_are_refused(tiny):
 
 
 def test_a_drafter_of_the_caller_changes_no_token(policy):
-    from spec.retrieval.suffix_drafter import NgramDrafter
+    from reprise.spec.retrieval.suffix_drafter import NgramDrafter
 
     class Counting(NgramDrafter):
         asked = 0

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 from trajectories import trajectory
 
-from rl.collected import StepPrompts, StepResponses, held_state, load_held
-from rl.data.tasks import Example
-from rl.engine.stats import EngineStats
-from rl.rewards.scores import Score
-from rl.rollouts import Prompts
-from rl.trajectory import FinishReason
-from spec.config import SamplingConfig
+from reprise.rl.collected import StepPrompts, StepResponses, held_state, load_held
+from reprise.rl.data.tasks import Example
+from reprise.rl.engine.stats import EngineStats
+from reprise.rl.rewards.scores import Score
+from reprise.rl.rollouts import Prompts
+from reprise.rl.trajectory import FinishReason
+from reprise.spec.config import SamplingConfig
 
 
 def asked(step, first_group, count=2):

@@ -6,14 +6,14 @@ import importlib
 
 import pytest
 
-import rl
-from rl import command
-from rl.runtime.exit_codes import EXIT_USAGE
+import reprise
+from reprise.rl import command
+from reprise.rl.runtime.exit_codes import EXIT_USAGE
 
 
 def test_version_and_help(capsys):
     assert command.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"reprise {rl.__version__}\n"
+    assert capsys.readouterr().out == f"reprise {reprise.__version__}\n"
     assert command.main([]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in command.COMMANDS)
@@ -30,4 +30,4 @@ def test_each_command_is_a_program(name, capsys):
     with pytest.raises(SystemExit) as ended:
         command.main([name, "--help"])
     assert ended.value.code == 0 and f"rl.{name}" in capsys.readouterr().out
-    assert importlib.util.find_spec(f"rl.{name}") is not None
+    assert importlib.util.find_spec(f"reprise.rl.{name}") is not None

@@ -11,19 +11,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from models import hf, transformer
 from policies.make.characters import save_character_tokenizer
-from rl.config import TrainConfig, recipe
-from rl.config_checks import ahead_loss, check_correct_by, check_task_names
-from rl.engine.config import EngineConfig
-from rl.gin.loader import ConfigError, load
-from rl.inputs import open_inputs, remarks
-from rl.learner.algorithms import ALGORITHMS
-from spec.budget.bandit import node_counts
-from spec.budget.config import TunerConfig
-from spec.config import SamplingConfig
-from spec.eagle import files as eagle_files
-from spec.eagle import model as eagle
+from reprise.models import hf, transformer
+from reprise.rl.config import TrainConfig, recipe
+from reprise.rl.config_checks import ahead_loss, check_correct_by, check_task_names
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.gin.loader import ConfigError, load
+from reprise.rl.inputs import open_inputs, remarks
+from reprise.rl.learner.algorithms import ALGORITHMS
+from reprise.spec.budget.bandit import node_counts
+from reprise.spec.budget.config import TunerConfig
+from reprise.spec.config import SamplingConfig
+from reprise.spec.eagle import files as eagle_files
+from reprise.spec.eagle import model as eagle
 from tests.support import tiny_run
 
 

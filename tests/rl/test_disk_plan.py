@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from models.config import num_params
-from rl import disk_plan
-from rl.config import TrainConfig
-from rl.gin.loader import load
-from rl.inputs import open_inputs
-from rl.runtime import disk
+from reprise.models.config import num_params
+from reprise.rl import disk_plan
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.loader import load
+from reprise.rl.inputs import open_inputs
+from reprise.rl.runtime import disk
 from tests.support import tiny_run
 
 WEIGHTS = 4 * num_params(tiny_run.MODEL)

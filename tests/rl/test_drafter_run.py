@@ -4,22 +4,22 @@ import jax
 import numpy as np
 import pytest
 
-from rl.checkpoint.reader import describe, flatten
-from rl.config import TrainConfig
-from rl.drafter_run import open_drafter, open_stub
-from rl.engine.engine import Engine
-from rl.gin.loader import load
-from rl.inputs import open_inputs
-from rl.rollout import RolloutSpec
-from rl.speculation.device_drafters import LearnedDrafter
-from rl.speculation.sources import Speculation
-from rl.workers.config import SchedConfig
-from rl.workers.multi_engine import MultiEngine
-from spec.budget.config import LEARNED
-from spec.eagle import files
-from spec.eagle import training as drafter_training
-from spec.eagle.model import EagleWeights
-from spec.reuse.rollout_cache import RolloutCache
+from reprise.rl.checkpoint.reader import describe, flatten
+from reprise.rl.config import TrainConfig
+from reprise.rl.drafter_run import open_drafter, open_stub
+from reprise.rl.engine.engine import Engine
+from reprise.rl.gin.loader import load
+from reprise.rl.inputs import open_inputs
+from reprise.rl.rollout import RolloutSpec
+from reprise.rl.speculation.device_drafters import LearnedDrafter
+from reprise.rl.speculation.sources import Speculation
+from reprise.rl.workers.config import SchedConfig
+from reprise.rl.workers.multi_engine import MultiEngine
+from reprise.spec.budget.config import LEARNED
+from reprise.spec.eagle import files
+from reprise.spec.eagle import training as drafter_training
+from reprise.spec.eagle.model import EagleWeights
+from reprise.spec.reuse.rollout_cache import RolloutCache
 
 LEARNS = ("Speculation.sources=('own', 'learned')", "Speculation.budget='bandit'")
 LEARNS += ("Engine.max_nodes=4", "Tuner.verify_tokens=(3, 1)", "Tuner.thresholds=(1, 5)")

@@ -8,16 +8,16 @@ from drafting_actors import save_policy
 from thread_actors import ThreadRoom
 from tiny_team import MODEL
 
-from rl.config import TrainConfig
-from rl.config_checks import check_drafting
-from rl.drafting_run import (
+from reprise.rl.config import TrainConfig
+from reprise.rl.config_checks import check_drafting
+from reprise.rl.drafting_run import (
     drafting_actors,
     have_idle_help,
     make_planner,
     open_actors,
 )
-from rl.gin.loader import load
-from rl.ray_run import worker_settings
+from reprise.rl.gin.loader import load
+from reprise.rl.ray_run import worker_settings
 
 RAY = "Cluster.kind='ray'"
 DRAFTS = (
@@ -68,7 +68,7 @@ def test_there_is_an_actor_for_each_device_of_a_drafting_worker(tmp_path):
         while len(room.started) < 4 or not all(h.calls[1:] for (h,) in room.started.values()):
             threading.Event().wait(0.01)
         member, target, told = room.started[0][0].calls[1]
-        assert (member, target) == ("make", "rl.drafting.workers:DraftingActor")
+        assert (member, target) == ("make", "reprise.rl.drafting.workers:DraftingActor")
         planner = make_planner(config)
         assert told.num_rows * 2 >= planner.num_requests > 0 and told.max_window == 3
         assert told.longest_tokens == config.longest_tokens

@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from rl.config import TrainConfig
-from rl.data.tasks import TaskConfig, open_tasks
-from rl.eval_sets import EvalConfig, EvalSet, EvalSets, open_sets, split_names
-from rl.gin.loader import load
-from rl.inputs import open_inputs, remarks
-from spec.config import SamplingConfig
+from reprise.rl.config import TrainConfig
+from reprise.rl.data.tasks import TaskConfig, open_tasks
+from reprise.rl.eval_sets import EvalConfig, EvalSet, EvalSets, open_sets, split_names
+from reprise.rl.gin.loader import load
+from reprise.rl.inputs import open_inputs, remarks
+from reprise.spec.config import SamplingConfig
 from tests.support import tiny_run
 
 GCD = "reasoning_gym:gcd"

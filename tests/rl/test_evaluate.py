@@ -7,12 +7,12 @@ import shutil
 
 import pytest
 
-from models import hf
 from policies.make.characters import save_character_tokenizer
-from rl import evaluate
-from rl.checkpoint.best import read_best
-from rl.learner.gathering import host_copy
-from rl.metrics.writer import read_metrics
+from reprise.models import hf
+from reprise.rl import evaluate
+from reprise.rl.checkpoint.best import read_best
+from reprise.rl.learner.gathering import host_copy
+from reprise.rl.metrics.writer import read_metrics
 from tests.support import tiny_run
 
 

@@ -10,13 +10,13 @@ import pytest
 from loop_runs import finish, unpriced
 from run_settings import DRAFTS, PIPELINE, SETTINGS
 
-from rl.checkpoint.best import read_best
-from rl.checkpoint.checkpointer import Checkpointer
-from rl.checkpoint.folders import list_steps
-from rl.engine.engine import Engine
-from rl.metrics.writer import MetricsWriter, read_metrics, read_samples, step_rows
-from rl.runtime.signals import Stopped
-from rl.warm_up import round_times
+from reprise.rl.checkpoint.best import read_best
+from reprise.rl.checkpoint.checkpointer import Checkpointer
+from reprise.rl.checkpoint.folders import list_steps
+from reprise.rl.engine.engine import Engine
+from reprise.rl.metrics.writer import MetricsWriter, read_metrics, read_samples, step_rows
+from reprise.rl.runtime.signals import Stopped
+from reprise.rl.warm_up import round_times
 from tests.support import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -13,13 +13,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from models import hf, hf_files, tokenizer, transformer
-from models.config import ModelConfig
-from rl import evaluation, export
-from rl.checkpoint.checkpointer import Checkpointer
-from rl.config import TrainConfig
-from rl.gin.loader import dump, load
-from rl.learner.optimizer import SavedArrays
+from reprise.models import hf, hf_files, tokenizer, transformer
+from reprise.models.config import ModelConfig
+from reprise.rl import evaluation, export
+from reprise.rl.checkpoint.checkpointer import Checkpointer
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.loader import dump, load
+from reprise.rl.learner.optimizer import SavedArrays
 from tests.support import tiny_run
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

@@ -10,18 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import hf, hf_files, tokenizer, transformer
-from rl import export, train
-from rl.checkpoint.checkpointer import Checkpointer
-from rl.config import TrainConfig
-from rl.drafter_run import open_drafter
-from rl.drafter_training.export import SGLANG, VLLM, engines
-from rl.gin.loader import dump, load
-from rl.inputs import open_inputs
-from rl.learner.optimizer import SavedArrays
-from spec.eagle import files as eagle_files
-from spec.eagle import model as eagle
-from spec.eagle import training as drafter_training
+from reprise.models import hf, hf_files, tokenizer, transformer
+from reprise.rl import export, train
+from reprise.rl.checkpoint.checkpointer import Checkpointer
+from reprise.rl.config import TrainConfig
+from reprise.rl.drafter_run import open_drafter
+from reprise.rl.drafter_training.export import SGLANG, VLLM, engines
+from reprise.rl.gin.loader import dump, load
+from reprise.rl.inputs import open_inputs
+from reprise.rl.learner.optimizer import SavedArrays
+from reprise.spec.eagle import files as eagle_files
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle import training as drafter_training
 from tests.support import tiny_run
 
 LEARNS = (

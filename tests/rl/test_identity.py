@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models import lora, peft_files
-from models.hf_files import WEIGHTS
-from rl import adapter_base, identity
-from rl.config import TrainConfig
-from rl.gin.loader import load
-from rl.inputs import open_policy
-from rl.runtime.run_files import resolve_path
+from reprise.models import lora, peft_files
+from reprise.models.hf_files import WEIGHTS
+from reprise.rl import adapter_base, identity
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.loader import load
+from reprise.rl.inputs import open_policy
+from reprise.rl.runtime.run_files import resolve_path
 
 
 @pytest.fixture

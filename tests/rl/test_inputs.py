@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rl.config import TrainConfig
-from rl.data.tasks import open_task
-from rl.gin.loader import load
-from rl.inputs import Inputs, remarks
+from reprise.rl.config import TrainConfig
+from reprise.rl.data.tasks import open_task
+from reprise.rl.gin.loader import load
+from reprise.rl.inputs import Inputs, remarks
 
 CHAT = runpy.run_path(str(Path(__file__).parents[1] / "golden" / "chat_cases.py"))
 
@@ -17,7 +17,7 @@ CHAT = runpy.run_path(str(Path(__file__).parents[1] / "golden" / "chat_cases.py"
 @pytest.fixture
 def noted(tmp_path):
     """Return the notes on a run whose data file has these rows."""
-    from models import tokenizer
+    from reprise.models import tokenizer
 
     CHAT["save_chatml_tokenizer"](tmp_path)
     words = tokenizer.load(tmp_path)

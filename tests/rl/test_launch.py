@@ -9,14 +9,14 @@ import fake_trainers
 import pytest
 from thread_actors import ThreadRoom
 
-from rl.cluster import ray_session
-from rl.cluster.ray_session import RayProblem
-from rl.config import TrainConfig
-from rl.config_checks import check_trainers, trainer_devices
-from rl.gin.loader import dump, load
-from rl.launch import Screen, _config, launch
-from rl.ray_trainers import Start
-from rl.runtime.run_files import NEWEST_FILE
+from reprise.rl.cluster import ray_session
+from reprise.rl.cluster.ray_session import RayProblem
+from reprise.rl.config import TrainConfig
+from reprise.rl.config_checks import check_trainers, trainer_devices
+from reprise.rl.gin.loader import dump, load
+from reprise.rl.launch import Screen, _config, launch
+from reprise.rl.ray_trainers import Start
+from reprise.rl.runtime.run_files import NEWEST_FILE
 
 TWO = ("Cluster.kind='ray'", "Cluster.num_processes=2", "Mesh.data=2")
 
@@ -44,12 +44,12 @@ def started(monkeypatch):
 
     monkeypatch.setattr(ray_session, "open_ray", open_ray)
     monkeypatch.setattr(ray_session, "reserve", reserve)
-    monkeypatch.setattr("rl.launch.COMMAND", fake_trainers.COMMAND)
+    monkeypatch.setattr("reprise.rl.launch.COMMAND", fake_trainers.COMMAND)
     return requested
 
 
 def play(monkeypatch, what):
-    monkeypatch.setattr("rl.launch.dump", lambda config: what)
+    monkeypatch.setattr("reprise.rl.launch.dump", lambda config: what)
 
 
 def test_it_asks_for_as_many_as_are_set_and_shows_them(started, monkeypatch, tmp_path, capsys):
@@ -97,7 +97,7 @@ def test_of_two_that_fail_the_first_is_explained(started, monkeypatch, tmp_path,
         show(1, True, "only 1 says so")
         return {1: 1, 0: 1}
 
-    monkeypatch.setattr("rl.launch.run_trainers", run)
+    monkeypatch.setattr("reprise.rl.launch.run_trainers", run)
     assert launch(config_of(), tmp_path, resume=False) == 1
     assert "process 1: only 1 says so" in capsys.readouterr().err
 

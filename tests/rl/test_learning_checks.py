@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from trajectories import trajectory
 
-from rl.config import TrainConfig
-from rl.gin.loader import load
-from rl.learning_checks import (
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.loader import load
+from reprise.rl.learning_checks import (
     LearningWatch,
     NotLearning,
     check_failures,
     compared_groups,
     missing_signal,
 )
-from rl.responses import scored_rewards, without_failed_groups
-from rl.rewards.scores import Score
-from rl.trajectory import FinishReason
+from reprise.rl.responses import scored_rewards, without_failed_groups
+from reprise.rl.rewards.scores import Score
+from reprise.rl.trajectory import FinishReason
 
 GOOD, RAISED = Score({"f": 1.0}, 1.0), Score({"f": None}, 0.0, "f/raised: TypeError: 'x'")
 LATE = Score({"f": None}, 0.0, "f/deadline: no result")

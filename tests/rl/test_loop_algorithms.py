@@ -9,13 +9,13 @@ import pytest
 from loop_runs import assert_same_bits, finish, texts
 from run_settings import DAPO, DRAFTS
 
-from rl.checkpoint import contents
-from rl.config import TrainConfig
-from rl.data.prompts import DataOrder
-from rl.gin.loader import load
-from rl.inputs import open_inputs
-from rl.learner.algorithms import ALGORITHMS
-from rl.runtime.signals import Stopped
+from reprise.rl.checkpoint import contents
+from reprise.rl.config import TrainConfig
+from reprise.rl.data.prompts import DataOrder
+from reprise.rl.gin.loader import load
+from reprise.rl.inputs import open_inputs
+from reprise.rl.learner.algorithms import ALGORITHMS
+from reprise.rl.runtime.signals import Stopped
 from tests.support import tiny_run
 
 LEARN = (

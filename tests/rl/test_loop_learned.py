@@ -11,11 +11,11 @@ from loop_runs import assert_same_bits, assert_same_run, finish, spare_time
 from run_settings import BANDIT, LEARNED, PIPELINE, SETTINGS, TRAINED_AFTER
 from whole_steps import whole_steps
 
-from rl.drafter_run import DrafterRun
-from rl.rewards.pool import RewardPool
-from rl.runtime.signals import Stopped
-from spec.eagle.config import DataBufferConfig
-from spec.eagle.training_data import DataBuffer, HiddenStates
+from reprise.rl.drafter_run import DrafterRun
+from reprise.rl.rewards.pool import RewardPool
+from reprise.rl.runtime.signals import Stopped
+from reprise.spec.eagle.config import DataBufferConfig
+from reprise.spec.eagle.training_data import DataBuffer, HiddenStates
 from tests.support import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -12,14 +12,14 @@ from loop_runs import assert_resumes_to_the_bit, assert_same_run, finish, stop_a
 from run_settings import DRAFTS, LEARNED, PIPELINE, SETTINGS, WORKERS
 from safetensors.numpy import load_file, save_file
 
-from models import hf, lora, peft_files, transformer
-from models.config import trained_specs
-from rl import adapter_base, memory, run_export, run_process, setup
-from rl.cluster.processes import ALONE
-from rl.config import TrainConfig
-from rl.evaluation import load_checkpoint
-from rl.gin.loader import load
-from rl.inputs import open_inputs
+from reprise.models import hf, lora, peft_files, transformer
+from reprise.models.config import trained_specs
+from reprise.rl import adapter_base, memory, run_export, run_process, setup
+from reprise.rl.cluster.processes import ALONE
+from reprise.rl.config import TrainConfig
+from reprise.rl.evaluation import load_checkpoint
+from reprise.rl.gin.loader import load
+from reprise.rl.inputs import open_inputs
 from tests.support import tiny_run
 
 LORA = ("Policy.lora_rank=4", "Policy.lora_alpha=8.0", "Optimizer.learning_rate=0.03")

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from models import kv_cache
-from models.config import ModelConfig, num_params
-from rl import memory
-from rl.config import TrainConfig
-from rl.first_programs import evaluation_engine
-from rl.gin.loader import load
-from rl.memory import ROLLOUTS, TRAINING, Devices
+from reprise.models import kv_cache
+from reprise.models.config import ModelConfig, num_params
+from reprise.rl import memory
+from reprise.rl.config import TrainConfig
+from reprise.rl.first_programs import evaluation_engine
+from reprise.rl.gin.loader import load
+from reprise.rl.memory import ROLLOUTS, TRAINING, Devices
 
 MODEL = ModelConfig("qwen3", 512, 64, 2, 4, 2, 16, 128, qk_norm=True, eos_token_ids=(1,))
 SETTINGS = (

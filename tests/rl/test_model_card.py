@@ -12,15 +12,15 @@ import yaml
 from huggingface_hub import ModelCardData
 from markdown_it import MarkdownIt
 
-from models import tokenizer
 from policies.make.characters import save_character_tokenizer
-from rl import model_card, run_folder
-from rl.config import TrainConfig
-from rl.data.prompts import encode_prompt
-from rl.data.tasks import Example
-from rl.gin.loader import dump, load
-from rl.model_card import Base, Form, History
-from rl.run_folder import Launch
+from reprise.models import tokenizer
+from reprise.rl import model_card, run_folder
+from reprise.rl.config import TrainConfig
+from reprise.rl.data.prompts import encode_prompt
+from reprise.rl.data.tasks import Example
+from reprise.rl.gin.loader import dump, load
+from reprise.rl.model_card import Base, Form, History
+from reprise.rl.run_folder import Launch
 from tests.support import tiny_run
 
 HTML = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rl.engine.stats import EngineStats, RoundRecord
-from rl.pipeline import Pacing, pace_of, step_scheduler
-from rl.rollouts import Prompts
-from rl.workers.config import SchedConfig
-from sched.policies.histopipe import Pace
-from sched.simulator.measured_costs import MeasuredCosts
+from reprise.rl.engine.stats import EngineStats, RoundRecord
+from reprise.rl.pipeline import Pacing, pace_of, step_scheduler
+from reprise.rl.rollouts import Prompts
+from reprise.rl.workers.config import SchedConfig
+from reprise.sched.policies.histopipe import Pace
+from reprise.sched.simulator.measured_costs import MeasuredCosts
 
 
 def fetch(num_nodes, rounds, emitted):

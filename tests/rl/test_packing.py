@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from rl import packing
-from rl.packing import Response, Shape
+from reprise.rl import packing
+from reprise.rl.packing import Response, Shape
 
 
 def response(group, prompt, tokens):

@@ -12,29 +12,29 @@ import pytest
 from loop_runs import finish, stop_after
 from run_settings import DRAFTS, PIPELINE, SETTINGS, Deferring
 
-from models import hf
-from rl import pipeline, responses
-from rl import step as run_step
-from rl.checkpoint import reader
-from rl.config import TrainConfig
-from rl.data.prompts import DataOrder, prompts_for_step
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RolloutSpec
-from rl.gin.loader import load
-from rl.inputs import open_inputs
-from rl.learner import trainer
-from rl.learner.optimizer import TrainState
-from rl.metrics.writer import read_metrics
-from rl.runtime.signals import Stopped
-from rl.speculation import sources
-from rl.trajectory import Request
-from rl.workers.config import SchedConfig
-from rl.workers.messages import WorkerError
-from rl.workers.multi_engine import MultiEngine, split_devices
-from sched.policies import histopipe
-from sched.policies.histopipe import HistoPipe
-from spec.retrieval.history import LastResponseDrafter
-from spec.sampling import step_key
+from reprise.models import hf
+from reprise.rl import pipeline, responses
+from reprise.rl import step as run_step
+from reprise.rl.checkpoint import reader
+from reprise.rl.config import TrainConfig
+from reprise.rl.data.prompts import DataOrder, prompts_for_step
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.gin.loader import load
+from reprise.rl.inputs import open_inputs
+from reprise.rl.learner import trainer
+from reprise.rl.learner.optimizer import TrainState
+from reprise.rl.metrics.writer import read_metrics
+from reprise.rl.runtime.signals import Stopped
+from reprise.rl.speculation import sources
+from reprise.rl.trajectory import Request
+from reprise.rl.workers.config import SchedConfig
+from reprise.rl.workers.messages import WorkerError
+from reprise.rl.workers.multi_engine import MultiEngine, split_devices
+from reprise.sched.policies import histopipe
+from reprise.sched.policies.histopipe import HistoPipe
+from reprise.spec.retrieval.history import LastResponseDrafter
+from reprise.spec.sampling import step_key
 from tests.support import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device")  # several: test_loop_workers.py

@@ -12,21 +12,21 @@ import numpy as np
 import pytest
 from run_settings import DAPO, LEARNED, PIPELINE, SETTINGS, Deferring
 
-from rl import first_programs, pipeline, responses
-from rl import setup as run_setup
-from rl import system as run_system
-from rl.cluster.processes import ALONE, Processes
-from rl.config import TrainConfig
-from rl.gin.loader import load
-from rl.inputs import open_inputs
-from rl.learner import trainer
-from rl.loop import open_rollouts
-from rl.metrics.writer import Timings
-from rl.responses import Partition, PeerFailed
-from rl.run_checkpoint import RunPosition
-from rl.runtime.signals import Stopped, Watch
-from rl.step import train_step
-from rl.workers.messages import WorkerError
+from reprise.rl import first_programs, pipeline, responses
+from reprise.rl import setup as run_setup
+from reprise.rl import system as run_system
+from reprise.rl.cluster.processes import ALONE, Processes
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.loader import load
+from reprise.rl.inputs import open_inputs
+from reprise.rl.learner import trainer
+from reprise.rl.loop import open_rollouts
+from reprise.rl.metrics.writer import Timings
+from reprise.rl.responses import Partition, PeerFailed
+from reprise.rl.run_checkpoint import RunPosition
+from reprise.rl.runtime.signals import Stopped, Watch
+from reprise.rl.step import train_step
+from reprise.rl.workers.messages import WorkerError
 from tests.support import tiny_run
 from tests.support.stores import play
 

@@ -17,21 +17,21 @@ from tiny_team import (
     play,
 )
 
-from rl import ray_run as ray_workers
-from rl.cluster import ray_session
-from rl.config import TrainConfig
-from rl.drafting.config import DraftingConfig
-from rl.drafting.plans import Planner
-from rl.engine.engine import Engine
-from rl.first_programs import rollout_reach
-from rl.gin.loader import load
-from rl.ray_run import RayWorkers
-from rl.ray_workers.place import Bounds
-from rl.runtime.run_files import ROUNDS_FILE
-from rl.speculation.config import SpeculationConfig
-from rl.speculation.sources import Speculation
-from rl.warm_up.rollout_programs import Reach
-from spec.reuse.rollout_cache import RolloutCache
+from reprise.rl import ray_run as ray_workers
+from reprise.rl.cluster import ray_session
+from reprise.rl.config import TrainConfig
+from reprise.rl.drafting.config import DraftingConfig
+from reprise.rl.drafting.plans import Planner
+from reprise.rl.engine.engine import Engine
+from reprise.rl.first_programs import rollout_reach
+from reprise.rl.gin.loader import load
+from reprise.rl.ray_run import RayWorkers
+from reprise.rl.ray_workers.place import Bounds
+from reprise.rl.runtime.run_files import ROUNDS_FILE
+from reprise.rl.speculation.config import SpeculationConfig
+from reprise.rl.speculation.sources import Speculation
+from reprise.rl.warm_up.rollout_programs import Reach
+from reprise.spec.reuse.rollout_cache import RolloutCache
 
 RAY = ("Cluster.kind='ray'", "Sched.workers=2")
 

@@ -8,10 +8,10 @@ import pytest
 from processes import runs
 from thread_actors import SETTINGS, ThreadRoom
 
-from rl import ray_trainers
-from rl.cluster.actors import Actor
-from rl.ray_trainers import Start, StoppedAtOnce, run_trainers
-from rl.runtime.waits import ProgramLost
+from reprise.rl import ray_trainers
+from reprise.rl.cluster.actors import Actor
+from reprise.rl.ray_trainers import Start, StoppedAtOnce, run_trainers
+from reprise.rl.runtime.waits import ProgramLost
 
 LIMIT_S = 60.0
 
@@ -84,7 +84,7 @@ def test_a_folder_that_a_host_does_not_have_is_a_sentence(tmp_path):
 
 
 def test_a_process_stops_once_its_actor_is_gone():
-    from rl.launch import _stop_at_end
+    from reprise.rl.launch import _stop_at_end
 
     came, before = [], signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda *_: came.append(True))

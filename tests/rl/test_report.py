@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl import report
-from rl.engine.stats import RoundRecord, load_timeline, save_timeline
-from rl.report import pick_samples
-from rl.reports import page as report_page
-from rl.reports import plots as report_plots
-from rl.reports import timeline_plot
-from rl.reports.runs import Run, load_runs, run_labels, summary_table
-from rl.runtime.run_files import ROW_FILES, TIMELINE_FILE
+from reprise.rl import report
+from reprise.rl.engine.stats import RoundRecord, load_timeline, save_timeline
+from reprise.rl.report import pick_samples
+from reprise.rl.reports import page as report_page
+from reprise.rl.reports import plots as report_plots
+from reprise.rl.reports import timeline_plot
+from reprise.rl.reports.runs import Run, load_runs, run_labels, summary_table
+from reprise.rl.runtime.run_files import ROW_FILES, TIMELINE_FILE
 
 PNG = b"\x89PNG\r\n\x1a\n"
 NASTY = "<script>alert(1)</script> & \"q\" 'a' \x00\x1b[31m é \ud800 $x_1$"

@@ -9,15 +9,15 @@ import os
 import numpy as np
 import pytest
 
-from rl import responses
-from rl.cluster.processes import ALONE, Diverged, Processes
-from rl.engine.stats import CachedCounts, EngineStats, PoolCounts, RoundRecord
-from rl.responses import UNSCORED, Part, Partition, PeerFailed, Responses, read_part
-from rl.rewards.process import RewardWorkerError
-from rl.rewards.scores import Score
-from rl.runtime.signals import Stopped
-from rl.trajectory import FinishReason, Request, Trajectory
-from spec.config import SamplingConfig
+from reprise.rl import responses
+from reprise.rl.cluster.processes import ALONE, Diverged, Processes
+from reprise.rl.engine.stats import CachedCounts, EngineStats, PoolCounts, RoundRecord
+from reprise.rl.responses import UNSCORED, Part, Partition, PeerFailed, Responses, read_part
+from reprise.rl.rewards.process import RewardWorkerError
+from reprise.rl.rewards.scores import Score
+from reprise.rl.runtime.signals import Stopped
+from reprise.rl.trajectory import FinishReason, Request, Trajectory
+from reprise.spec.config import SamplingConfig
 from tests.support.stores import play
 
 GROUPS, SIZE = 5, 2

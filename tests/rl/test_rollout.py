@@ -8,15 +8,15 @@ import pytest
 from drafts_by_hand import Draft, stack
 from shapes import PLAIN, TINY, make_params
 
-from models import tokenizer
-from models.token_bytes import TokenBytes
-from rl.engine.engine import Engine
-from rl.rollout import generate
-from rl.trajectory import FinishReason, Request
-from spec.budget.budget import FixedBudget
-from spec.config import SamplingConfig
-from spec.drafter import Drafter
-from spec.sampling import step_key
+from reprise.models import tokenizer
+from reprise.models.token_bytes import TokenBytes
+from reprise.rl.engine.engine import Engine
+from reprise.rl.rollout import generate
+from reprise.rl.trajectory import FinishReason, Request
+from reprise.spec.budget.budget import FixedBudget
+from reprise.spec.config import SamplingConfig
+from reprise.spec.drafter import Drafter
+from reprise.spec.sampling import step_key
 
 MODEL = dataclasses.replace(TINY, eos_token_ids=(4, 5, 6))
 SAMPLING = SamplingConfig(max_new_tokens=12)

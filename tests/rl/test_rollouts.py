@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trajectories import trajectory
 
-from rl.data.prompts import DataOrder, UnreadableExample
-from rl.data.tasks import Example
-from rl.responses import Scorer, failures_text
-from rl.rewards.config import RewardConfig
-from rl.rewards.pool import RewardPool
-from rl.rewards.scores import Score
-from rl.rollouts import groups_to_ask, prompts_at
-from rl.runtime.signals import Stopped, Watch
+from reprise.rl.data.prompts import DataOrder, UnreadableExample
+from reprise.rl.data.tasks import Example
+from reprise.rl.responses import Scorer, failures_text
+from reprise.rl.rewards.config import RewardConfig
+from reprise.rl.rewards.pool import RewardPool
+from reprise.rl.rewards.scores import Score
+from reprise.rl.rollouts import groups_to_ask, prompts_at
+from reprise.rl.runtime.signals import Stopped, Watch
 
 
 def test_a_run_that_is_asked_to_stop_does_not_wait_for_scores():

@@ -9,13 +9,13 @@ import pytest
 from loop_runs import finish
 from run_settings import TRAINED_AFTER
 
-from rl.checkpoint.config import CheckpointConfig
-from rl.checkpoint.reader import StructureMismatchError
-from rl.config import TrainConfig
-from rl.gin.loader import load
-from rl.inputs import open_inputs
-from rl.run_checkpoint import RunCheckpointer, RunPosition, check_can_resume
-from rl.runtime.run_files import CHECKPOINTS
+from reprise.rl.checkpoint.config import CheckpointConfig
+from reprise.rl.checkpoint.reader import StructureMismatchError
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.loader import load
+from reprise.rl.inputs import open_inputs
+from reprise.rl.run_checkpoint import RunCheckpointer, RunPosition, check_can_resume
+from reprise.rl.runtime.run_files import CHECKPOINTS
 from tests.support import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -10,13 +10,13 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from rl import run_folder
-from rl.checkpoint.checkpointer import Checkpointer
-from rl.config import TrainConfig
-from rl.gin.loader import ConfigError, dump, load
-from rl.metrics.writer import MetricsConfig, MetricsWriter
-from rl.runtime.run_files import CHECKPOINTS, CONFIG_FILE, MARKER_FILE, NEWEST_FILE
-from spec.round_times import RoundTimes
+from reprise.rl import run_folder
+from reprise.rl.checkpoint.checkpointer import Checkpointer
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.loader import ConfigError, dump, load
+from reprise.rl.metrics.writer import MetricsConfig, MetricsWriter
+from reprise.rl.runtime.run_files import CHECKPOINTS, CONFIG_FILE, MARKER_FILE, NEWEST_FILE
+from reprise.spec.round_times import RoundTimes
 from tests.support import tiny_run
 
 
@@ -150,8 +150,8 @@ def test_a_folder_that_holds_a_run_is_refused(config, run, lost):
 def test_a_second_process_changes_nothing(config, run):
     before = files(run)
     script = (
-        "import sys; from rl import run_folder; from rl.gin.loader import load\n"
-        "from rl.config import TrainConfig\n"
+        "import sys; from reprise.rl import run_folder; from reprise.rl.gin.loader import load\n"
+        "from reprise.rl.config import TrainConfig\n"
         "config = load(TrainConfig, [sys.argv[1]])\n"
         "run_folder.begin(load(TrainConfig, [sys.argv[1]], ['Run.steps=9']), config)"
     )

@@ -12,15 +12,15 @@ from pathlib import Path
 import jax
 import pytest
 
-import models
-from models import sums_in_order_on_accelerators
-from rl import api, evaluate, launch, run_process, serve, setup, train
-from rl.cluster.processes import ALONE
-from rl.config import TrainConfig
-from rl.gin.loader import dump, load
-from rl.preflight import __main__ as preflight
-from rl.ray_trainers import Start
-from rl.runtime import devices
+from reprise import models
+from reprise.models import sums_in_order_on_accelerators
+from reprise.rl import api, evaluate, launch, run_process, serve, setup, train
+from reprise.rl.cluster.processes import ALONE
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.loader import dump, load
+from reprise.rl.preflight import __main__ as preflight
+from reprise.rl.ray_trainers import Start
+from reprise.rl.runtime import devices
 
 RL = Path(setup.__file__).parent
 TRUE = "--gin.Numerics.same_bits=True"

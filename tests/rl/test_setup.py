@@ -8,19 +8,19 @@ import jax
 import pytest
 from live_by_hand import live_slots
 
-from models.config import ModelConfig
-from rl import serve, setup
-from rl.config import TrainConfig
-from rl.engine.config import EngineConfig
-from rl.engine.engine import Engine
-from rl.engine.model_runner import ModelRunner
-from rl.first_programs import drafted_alone, num_whole_model
-from rl.gin.loader import load
-from rl.inputs import open_policy
-from rl.warm_up import compile_buckets
-from rl.warm_up.rollout_programs import Reach
-from spec.budget.budget import FixedBudget, best_trees, equal_trees
-from spec.config import SamplingConfig
+from reprise.models.config import ModelConfig
+from reprise.rl import serve, setup
+from reprise.rl.config import TrainConfig
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.model_runner import ModelRunner
+from reprise.rl.first_programs import drafted_alone, num_whole_model
+from reprise.rl.gin.loader import load
+from reprise.rl.inputs import open_policy
+from reprise.rl.warm_up import compile_buckets
+from reprise.rl.warm_up.rollout_programs import Reach
+from reprise.spec.budget.budget import FixedBudget, best_trees, equal_trees
+from reprise.spec.config import SamplingConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 DEFAULT = CONFIGS / "tiny_cpu.gin"

@@ -8,10 +8,10 @@ import re
 import numpy as np
 import pytest
 
-from rl import simulate
-from rl.gin.loader import load
-from rl.metrics.writer import MetricsConfig, MetricsWriter
-from rl.simulate import (
+from reprise.rl import simulate
+from reprise.rl.gin.loader import load
+from reprise.rl.metrics.writer import MetricsConfig, MetricsWriter
+from reprise.rl.simulate import (
     COLUMNS,
     SimulateRun,
     grid,
@@ -20,7 +20,7 @@ from rl.simulate import (
     remarks,
     table,
 )
-from sched.policies.divided import POLICIES, make_scheduler
+from reprise.sched.policies.divided import POLICIES, make_scheduler
 
 SMALL = (
     *("Workload.num_groups=12", "Workload.group_size=4", "Workload.mean_tokens=300"),

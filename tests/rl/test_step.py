@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from trajectories import trajectory
 
-from rl import step as run_step
-from rl.learner import trainer
-from rl.learner.algorithms import AlgorithmConfig
+from reprise.rl import step as run_step
+from reprise.rl.learner import trainer
+from reprise.rl.learner.algorithms import AlgorithmConfig
 
 
 def system(**algorithm):

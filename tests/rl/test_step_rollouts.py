@@ -11,14 +11,14 @@ import pytest
 from loop_runs import finish, stop_after
 from run_settings import DAPO, DRAFTS, LEARNED, SETTINGS, TWO
 
-from rl import rollouts as run_rollouts
-from rl.engine.engine import Engine
-from rl.learner import trainer
-from rl.metrics.writer import read_metrics, step_rows
-from rl.rollouts import agreeing, prefetch_metrics
-from rl.trajectory import Request
-from rl.workers.ahead_engine import AheadEngine, Prefetched
-from rl.workers.messages import WorkerError
+from reprise.rl import rollouts as run_rollouts
+from reprise.rl.engine.engine import Engine
+from reprise.rl.learner import trainer
+from reprise.rl.metrics.writer import read_metrics, step_rows
+from reprise.rl.rollouts import agreeing, prefetch_metrics
+from reprise.rl.trajectory import Request
+from reprise.rl.workers.ahead_engine import AheadEngine, Prefetched
+from reprise.rl.workers.messages import WorkerError
 from tests.support.tiny_run import rewarded
 
 pytestmark = pytest.mark.usefixtures("one_device")

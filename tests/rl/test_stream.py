@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from loop_runs import counted_compilations
 
-from rl import api
-from rl.config import TrainConfig
-from rl.gin.loader import load
-from rl.stream import SampleRequest, Stream
-from spec.config import SamplingConfig
-from spec.drafter import Source
-from spec.round_times import StepSeconds
-from spec.sampling import NOISE_NAMES, noise_names
+from reprise.rl import api
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.loader import load
+from reprise.rl.stream import SampleRequest, Stream
+from reprise.spec.config import SamplingConfig
+from reprise.spec.drafter import Source
+from reprise.spec.round_times import StepSeconds
+from reprise.spec.sampling import NOISE_NAMES, noise_names
 
 SIZES = (
     *(
@@ -164,8 +164,8 @@ def test_drafts_that_lose_time_end_when_no_request_runs(policy, stream, monkeypa
     def loses(rounds, times, has_history):
         return StepSeconds(1.0, -0.1, {}, has_history)
 
-    monkeypatch.setattr("rl.stream.step_seconds", loses)
-    monkeypatch.setattr("rl.stream.LOOK_AFTER", 1)
+    monkeypatch.setattr("reprise.rl.stream.step_seconds", loses)
+    monkeypatch.setattr("reprise.rl.stream.LOOK_AFTER", 1)
     lines = list[str]()
     drafting = with_budget(policy, "goodput", lines)
     for turn in range(5):
@@ -307,7 +307,7 @@ def test_after_a_failure_the_stream_starts_again(policy, monkeypatch, fails):
 
 def test_a_stream_that_is_never_idle_is_renewed(policy, stream, monkeypatch):
     """Later requests wait until the ones that run have ended; no token differs."""
-    monkeypatch.setattr("rl.stream.RENEWED_AFTER", 4)
+    monkeypatch.setattr("reprise.rl.stream.RENEWED_AFTER", 4)
     opened = []
     rollout = stream._engine.rollout
     monkeypatch.setattr(

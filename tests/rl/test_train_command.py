@@ -18,17 +18,17 @@ from command_runs import call_main
 from run_settings import TRAINED_AFTER
 from safetensors.numpy import load_file, save_file
 
-from models import hf, tokenizer, transformer
-from models.hf_files import WeightsError
 from policies.make.characters import save_character_tokenizer
-from rl import evaluate, export, memory, report, run_folder, run_process, train
-from rl.data.prompts import UnreadableExample
-from rl.learner.gradient_accumulation import NonFiniteWeights
-from rl.metrics.writer import deterministic_view, read_metrics, read_samples
-from rl.speculation.config import DraftModelConfig
-from rl.speculation.device_drafters import check_draft_model
-from spec.eagle import files as eagle_files
-from spec.eagle import model as eagle
+from reprise.models import hf, tokenizer, transformer
+from reprise.models.hf_files import WeightsError
+from reprise.rl import evaluate, export, memory, report, run_folder, run_process, train
+from reprise.rl.data.prompts import UnreadableExample
+from reprise.rl.learner.gradient_accumulation import NonFiniteWeights
+from reprise.rl.metrics.writer import deterministic_view, read_metrics, read_samples
+from reprise.rl.speculation.config import DraftModelConfig
+from reprise.rl.speculation.device_drafters import check_draft_model
+from reprise.spec.eagle import files as eagle_files
+from reprise.spec.eagle import model as eagle
 from tests.support import tiny_run
 
 # What every row of a plain GRPO run has; the names are TRL's where TRL has one.
@@ -154,7 +154,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(run, tiny, capsys):
 
 
 def test_resuming_a_finished_run_says_so_at_once_and_changes_nothing(run, capsys, monkeypatch):
-    monkeypatch.setattr("rl.run_process.run", None)  # nothing is opened, nothing compiled
+    monkeypatch.setattr("reprise.rl.run_process.run", None)  # nothing is opened, nothing compiled
     files = ["metrics.jsonl", "samples.jsonl", "policy/model.safetensors", "config.gin"]
     before = [(run / file).read_bytes() for file in files]
     assert run_train("--resume", f"--gin.Run.directory='{run}'") == 0

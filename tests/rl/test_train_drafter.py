@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from models import hf_files, tokenizer
-from rl import train_drafter
-from spec.eagle import files as eagle_files
-from spec.eagle import model as eagle
+from reprise.models import hf_files, tokenizer
+from reprise.rl import train_drafter
+from reprise.spec.eagle import files as eagle_files
+from reprise.spec.eagle import model as eagle
 from tests.support import tiny_run
 
 SMALL = (

@@ -20,18 +20,18 @@ from loop_runs import (
 )
 from run_settings import DRAFTS, PIPELINE, SLOTS, WORKERS
 
-from rl import loop
-from rl import setup as run_setup
-from rl.checkpoint.reader import NoWholeCheckpointError
-from rl.config import TrainConfig
-from rl.gin.loader import load
-from rl.learning_checks import NotLearning
-from rl.metrics.writer import read_metrics, read_samples
-from rl.packing import Shape
-from rl.runtime import devices
-from rl.runtime.signals import Stopped
-from rl.system import System
-from rl.trajectory import NonFiniteLogits
+from reprise.rl import loop
+from reprise.rl import setup as run_setup
+from reprise.rl.checkpoint.reader import NoWholeCheckpointError
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.loader import load
+from reprise.rl.learning_checks import NotLearning
+from reprise.rl.metrics.writer import read_metrics, read_samples
+from reprise.rl.packing import Shape
+from reprise.rl.runtime import devices
+from reprise.rl.runtime.signals import Stopped
+from reprise.rl.system import System
+from reprise.rl.trajectory import NonFiniteLogits
 from tests.support import tiny_run
 
 STEPS = 3

@@ -2,9 +2,9 @@
 
 import pytest
 
-from rl.config import TrainConfig
-from rl.gin.loader import ConfigError, load
-from rl.unused_settings import _READ, _RUN_SETTINGS, refuse_run_settings, unused_settings
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.loader import ConfigError, load
+from reprise.rl.unused_settings import _READ, _RUN_SETTINGS, refuse_run_settings, unused_settings
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from loop_runs import (
 from run_settings import BANDIT, DAPO, DRAFTS, LEARNED, TRAINED_AFTER, WORKERS
 from whole_steps import whole_steps
 
-from rl.config import TrainConfig
-from rl.gin.loader import load
-from rl.metrics.writer import step_rows
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.loader import load
+from reprise.rl.metrics.writer import step_rows
 from tests.support.tiny_run import rewarded
 
 

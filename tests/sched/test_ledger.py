@@ -6,11 +6,19 @@ import collections
 
 import pytest
 
-from sched.policies.divided import make_scheduler
-from sched.policies.histopipe import HistoPipe, HistoPipeConfig
-from sched.policies.steps import StepOrder
-from sched.protocol import ChunkDone, Defer, Finished, Start, Submitted, Trained, WorkerJoined
-from sched.request import RequestSpec
+from reprise.sched.policies.divided import make_scheduler
+from reprise.sched.policies.histopipe import HistoPipe, HistoPipeConfig
+from reprise.sched.policies.steps import StepOrder
+from reprise.sched.protocol import (
+    ChunkDone,
+    Defer,
+    Finished,
+    Start,
+    Submitted,
+    Trained,
+    WorkerJoined,
+)
+from reprise.sched.request import RequestSpec
 
 GROUPS, SIZE, LIMIT = 4, 3, 12
 CONTAINERS = list | tuple | set | frozenset | collections.deque
@@ -25,7 +33,7 @@ def held_entries(value, seen):
         return len(value) + sum(held_entries(x, seen) for x in value.values())
     if isinstance(value, CONTAINERS):
         return len(value) + sum(held_entries(x, seen) for x in value)
-    if type(value).__module__.startswith("sched.") and hasattr(value, "__dict__"):
+    if type(value).__module__.startswith("reprise.sched.") and hasattr(value, "__dict__"):
         return sum(held_entries(x, seen) for x in vars(value).values())
     return 0
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from spec.config import SamplingConfig
+from reprise.spec.config import SamplingConfig
 
 
 def test_a_task_s_settings_replace_those_of_all_and_its_stops_are_added():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from drafts_by_hand import drafts
 
-from spec.drafter import (
+from reprise.spec.drafter import (
     LiveSlots,
     Source,
     by_source,

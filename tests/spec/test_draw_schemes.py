@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from scipy.stats import chi2
 
-from models.config import MeshConfig
-from models.sharding import constrain, make_mesh
-from spec import draw_schemes, sampling
-from spec.config import DRAWS
+from reprise.models.config import MeshConfig
+from reprise.models.sharding import constrain, make_mesh
+from reprise.spec import draw_schemes, sampling
+from reprise.spec.config import DRAWS
 
 FALSE_ALARM = 1e-6
 BLOCKS = jax.jit(functools.partial(sampling._blocks, axes=sampling.ROLLOUT_AXES))

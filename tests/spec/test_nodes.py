@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from drafts_by_hand import Draft, chain, stack
 
-from spec import nodes
-from spec.drafter import PADDING
-from spec.nodes import Nodes
+from reprise.spec import nodes
+from reprise.spec.drafter import PADDING
+from reprise.spec.nodes import Nodes
 
 BRANCHING = Draft([10, 20, 11, 21, 22], [-1, -1, 0, 1, 1])
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec.page_table import NO_PAGE, PageTable, spread
+from reprise.spec.page_table import NO_PAGE, PageTable, spread
 
 T = 4
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spec.round_times import PRIOR_ROUNDS, RoundTimes, RunSeconds, StepSeconds, monotone
+from reprise.spec.round_times import PRIOR_ROUNDS, RoundTimes, RunSeconds, StepSeconds, monotone
 
 TIMES = RoundTimes(
     {(8, 8, 64): 1.0, (8, 32, 64): 2.0},

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec import sampling
-from spec.config import DRAWS, SamplingConfig
+from reprise.spec import sampling
+from reprise.spec.config import DRAWS, SamplingConfig
 
 PROCESSED = jax.jit(sampling.processed_logits)
 LOG_PROBS = jax.jit(sampling.log_probs)

@@ -9,14 +9,14 @@ import pytest
 from drafts_by_hand import Draft, chain, stack
 from shapes import TINY
 
-from models import kv_cache, transformer
-from models.kv_cache import KVCache
-from spec import nodes as packed_nodes
-from spec.config import SamplingConfig
-from spec.drafter import no_drafts
-from spec.nodes import Nodes
-from spec.sampling import Processing
-from spec.verify import (
+from reprise.models import kv_cache, transformer
+from reprise.models.kv_cache import KVCache
+from reprise.spec import nodes as packed_nodes
+from reprise.spec.config import SamplingConfig
+from reprise.spec.drafter import no_drafts
+from reprise.spec.nodes import Nodes
+from reprise.spec.sampling import Processing
+from reprise.spec.verify import (
     Slots,
     decode_beside_chunks,
     decode_rounds,

@@ -15,19 +15,19 @@ import numpy as np
 from shapes import CHAT
 from trajectories import some_trajectories
 
-from models import hf, transformer
-from models.config import MeshConfig
-from models.sharding import make_mesh, param_shardings
-from rl.checkpoint.checkpointer import Checkpointer, SaveError
-from rl.checkpoint.reader import restore
-from rl.cluster.join import JobStore
-from rl.cluster.processes import ALONE, LARGE_BYTES, Processes, ProcessLost
-from rl.learner import critic, trainer
-from rl.learner.algorithms import AlgorithmConfig
-from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
-from rl.learner.gathering import from_shards, host_copy, local_weights, own_shards
-from rl.learner.optimizer import init_state, make_optimizer
-from spec.config import SamplingConfig
+from reprise.models import hf, transformer
+from reprise.models.config import MeshConfig
+from reprise.models.sharding import make_mesh, param_shardings
+from reprise.rl.checkpoint.checkpointer import Checkpointer, SaveError
+from reprise.rl.checkpoint.reader import restore
+from reprise.rl.cluster.join import JobStore
+from reprise.rl.cluster.processes import ALONE, LARGE_BYTES, Processes, ProcessLost
+from reprise.rl.learner import critic, trainer
+from reprise.rl.learner.algorithms import AlgorithmConfig
+from reprise.rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
+from reprise.rl.learner.gathering import from_shards, host_copy, local_weights, own_shards
+from reprise.rl.learner.optimizer import init_state, make_optimizer
+from reprise.spec.config import SamplingConfig
 
 UPDATES = 3
 DEADLINE_S, SOON_S = 60.0, 10.0

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from spec.eagle.config import DataBufferConfig
-from spec.eagle.training_data import DataBuffer, HiddenStates
+from reprise.spec.eagle.config import DataBufferConfig
+from reprise.spec.eagle.training_data import DataBuffer, HiddenStates
 
 WIDTH = 4
 

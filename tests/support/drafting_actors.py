@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from thread_actors import SETTINGS, ThreadRoom
 from tiny_team import CONFIG, MODEL, PARAMS, REQUESTS, SAMPLING
 
-from models import hf
-from rl.cluster.actors import Actor
-from rl.drafting.config import DraftingConfig
-from rl.drafting.plans import Planner
-from rl.drafting.workers import CONCURRENCY, DraftingActors, DraftingSettings
-from rl.speculation.config import DraftModelConfig
+from reprise.models import hf
+from reprise.rl.cluster.actors import Actor
+from reprise.rl.drafting.config import DraftingConfig
+from reprise.rl.drafting.plans import Planner
+from reprise.rl.drafting.workers import CONCURRENCY, DraftingActors, DraftingSettings
+from reprise.rl.speculation.config import DraftModelConfig
 
 LONGEST, WINDOW = 24, 2  # tokens of a prompt and a response; draft tokens
 
@@ -34,7 +34,7 @@ def drafting_actors(model, verifying=2, workers=1, room=None, lines=None, **sett
     room, of_actors = room or ThreadRoom(), dataclasses.replace(SETTINGS, say=say)
 
     def start(number):
-        target = "rl.drafting.workers:DraftingActor"
+        target = "reprise.rl.drafting.workers:DraftingActor"
         named = f"drafting worker {number}", target, (given,)
         options = {"make_s": 300.0, "concurrency": CONCURRENCY}
         return Actor(*named, of_actors, room, number, **options)

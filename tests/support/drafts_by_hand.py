@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from spec.drafter import Drafts, no_drafts
+from reprise.spec.drafter import Drafts, no_drafts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl.engine.engine import ChunkEnd
+from reprise.rl.engine.engine import ChunkEnd
 
 
 class RequestSource:

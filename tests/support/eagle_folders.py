@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from models import attention, transformer
-from models.config import ModelConfig
-from spec.eagle import model as eagle
-from spec.eagle.model import EagleWeights
+from reprise.models import attention, transformer
+from reprise.models.config import ModelConfig
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle.model import EagleWeights
 
 V, D, N = 20, 8, 10
 POLICY = ModelConfig(

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from spec.decoupled.messages import Commit, DraftPlan
-from spec.drafter import Drafter, no_drafts
+from reprise.spec.decoupled.messages import Commit, DraftPlan
+from reprise.spec.drafter import Drafter, no_drafts
 
 NO_CHAIN = ()
 

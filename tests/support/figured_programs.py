@@ -1,7 +1,7 @@
 """Programs of a run whose figures are made up instead of compiled."""
 
-from rl.preflight import fit
-from rl.preflight.fit import Figures
+from reprise.rl.preflight import fit
+from reprise.rl.preflight.fit import Figures
 
 
 def figured(monkeypatch, temporary_bytes):

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import uvicorn
 
-from rl.learner.data import Output
-from rl.server.app import make_app
-from rl.server.connections import configured
-from rl.server.records import Records
-from rl.server.service import Served
+from reprise.rl.learner.data import Output
+from reprise.rl.server.app import make_app
+from reprise.rl.server.connections import configured
+from reprise.rl.server.records import Records
+from reprise.rl.server.service import Served
 from tests.support.served import in_thread
 
 NAME = "idle"

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from spec.drafter import LiveSlots
+from reprise.spec.drafter import LiveSlots
 
 
 def live_slots(num):

@@ -10,13 +10,13 @@ from concurrent.futures import Future
 import numpy as np
 from replay import Recorded
 
-from rl.engine.config import EngineConfig
-from rl.engine.engine import ChunkEnd
-from rl.engine.stats import EngineStats
-from rl.trajectory import FinishReason, HostKv, PartialRequest, Prefix, Trajectory
-from rl.workers.messages import WorkerLimits
-from rl.workers.session import Session
-from rl.workers.worker import RolloutWorker
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.engine import ChunkEnd
+from reprise.rl.engine.stats import EngineStats
+from reprise.rl.trajectory import FinishReason, HostKv, PartialRequest, Prefix, Trajectory
+from reprise.rl.workers.messages import WorkerLimits
+from reprise.rl.workers.session import Session
+from reprise.rl.workers.worker import RolloutWorker
 
 
 @dataclasses.dataclass(eq=False)

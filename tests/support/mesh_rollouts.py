@@ -13,31 +13,31 @@ import numpy as np
 from loop_runs import counted_compilations
 from shapes import PLAIN, one_size
 
-from models import sharding, transformer
-from models.config import MeshConfig, ModelConfig
-from rl.cluster.join import JobStore
-from rl.cluster.lockstep import PREFIX, LockstepWatch
-from rl.cluster.processes import Processes
-from rl.engine import rounds
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RolloutSpec
-from rl.rollout import draft_with
-from rl.speculation.config import SpeculationConfig
-from rl.speculation.device_drafters import LearnedDrafter
-from rl.speculation.sources import Speculation
-from rl.trajectory import Request
-from rl.warm_up import compile_buckets, round_times
-from rl.warm_up.rollout_programs import Reach
-from spec.budget.budget import FixedBudget, SeeingBudget, equal_trees
-from spec.budget.config import LEARNED
-from spec.config import SamplingConfig
-from spec.eagle import model as eagle
-from spec.eagle.config import TreeConfig
-from spec.eagle.model import EagleWeights
-from spec.reuse.prefix_rule import PrefixRule, parse_mode
-from spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache
-from spec.round_times import RoundTimes
-from spec.sampling import step_key
+from reprise.models import sharding, transformer
+from reprise.models.config import MeshConfig, ModelConfig
+from reprise.rl.cluster.join import JobStore
+from reprise.rl.cluster.lockstep import PREFIX, LockstepWatch
+from reprise.rl.cluster.processes import Processes
+from reprise.rl.engine import rounds
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.rollout import draft_with
+from reprise.rl.speculation.config import SpeculationConfig
+from reprise.rl.speculation.device_drafters import LearnedDrafter
+from reprise.rl.speculation.sources import Speculation
+from reprise.rl.trajectory import Request
+from reprise.rl.warm_up import compile_buckets, round_times
+from reprise.rl.warm_up.rollout_programs import Reach
+from reprise.spec.budget.budget import FixedBudget, SeeingBudget, equal_trees
+from reprise.spec.budget.config import LEARNED
+from reprise.spec.config import SamplingConfig
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle.config import TreeConfig
+from reprise.spec.eagle.model import EagleWeights
+from reprise.spec.reuse.prefix_rule import PrefixRule, parse_mode
+from reprise.spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache
+from reprise.spec.round_times import RoundTimes
+from reprise.spec.sampling import step_key
 
 MODEL = ModelConfig("qwen3", 32, 16, 1, 4, 2, 8, 16, qk_norm=True, max_positions=64)
 

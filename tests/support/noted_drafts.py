@@ -4,9 +4,9 @@ import collections
 
 import numpy as np
 
-from spec.budget import goodput
-from spec.budget.goodput import Goodput
-from spec.drafter import Drafter, Source
+from reprise.spec.budget import goodput
+from reprise.spec.budget.goodput import Goodput
+from reprise.spec.drafter import Drafter, Source
 
 
 class Noted(Drafter):

@@ -15,21 +15,21 @@ import time
 import jax
 import numpy as np
 
-from rl.config import TrainConfig
-from rl.engine.rollout_spec import RolloutSpec
-from rl.engine.stats import EngineStats
-from rl.gin.loader import load
-from rl.inputs import open_inputs
-from rl.learner.advantages import informative_groups
-from rl.metrics.writer import Timings
-from rl.responses import Scorer
-from rl.rollouts import Prompts, Rollouts, groups_to_ask, prompts_at
-from rl.run_checkpoint import RunPosition
-from rl.speculation.reuse import remember
-from rl.step import train_step
-from rl.trajectory import Request
-from spec.reuse.renewal import renewed_name
-from spec.sampling import step_key
+from reprise.rl.config import TrainConfig
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.engine.stats import EngineStats
+from reprise.rl.gin.loader import load
+from reprise.rl.inputs import open_inputs
+from reprise.rl.learner.advantages import informative_groups
+from reprise.rl.metrics.writer import Timings
+from reprise.rl.responses import Scorer
+from reprise.rl.rollouts import Prompts, Rollouts, groups_to_ask, prompts_at
+from reprise.rl.run_checkpoint import RunPosition
+from reprise.rl.speculation.reuse import remember
+from reprise.rl.step import train_step
+from reprise.rl.trajectory import Request
+from reprise.spec.reuse.renewal import renewed_name
+from reprise.spec.sampling import step_key
 from tests.support import tiny_run
 
 

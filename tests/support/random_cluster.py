@@ -9,7 +9,7 @@ import dataclasses
 
 import numpy as np
 
-from sched.protocol import (
+from reprise.sched.protocol import (
     ChunkDone,
     Copy,
     Defer,
@@ -25,7 +25,7 @@ from sched.protocol import (
     WorkerJoined,
     WorkerLost,
 )
-from sched.request import COPIES, Kv, RequestSpec, copy_of
+from reprise.sched.request import COPIES, Kv, RequestSpec, copy_of
 
 BEGUN = 1000  # added to the numbers of requests that are begun ahead of their step
 

@@ -12,15 +12,15 @@ from typing import NamedTuple
 import numpy as np
 from drive import RequestSource, drive
 
-from rl.engine.config import EngineConfig
-from rl.engine.rollout_spec import RolloutSpec, draft_with
-from rl.trajectory import FinishReason, PartialRequest, Request
-from spec.budget.union import DrafterUnion
-from spec.config import SamplingConfig
-from spec.drafter import Drafter, no_drafts
-from spec.retrieval.group import GroupDrafter
-from spec.retrieval.suffix_drafter import NgramDrafter
-from spec.sampling import step_key
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
+from reprise.rl.trajectory import FinishReason, PartialRequest, Request
+from reprise.spec.budget.union import DrafterUnion
+from reprise.spec.config import SamplingConfig
+from reprise.spec.drafter import Drafter, no_drafts
+from reprise.spec.retrieval.group import GroupDrafter
+from reprise.spec.retrieval.suffix_drafter import NgramDrafter
+from reprise.spec.sampling import step_key
 from tests.support import symbolic_device
 from tests.support.symbolic_device import MODEL, VOCAB, Broken, SymbolicEngine
 

@@ -24,24 +24,24 @@ from tiny_team import (
     play,
 )
 
-from rl.cluster import ray_session
-from rl.cluster.actors import ActorSettings
-from rl.cluster.ray_session import open_ray, reserve
-from rl.data.tasks import Example
-from rl.engine.engine import Engine
-from rl.rewards.config import RewardConfig
-from rl.rewards.pool import RewardPool
-from rl.rewards.scorers import Scorers
-from rl.rewards.scores import ScoreJob
-from rl.speculation.config import SpeculationConfig
-from rl.speculation.device_drafters import DraftModel
-from rl.speculation.history_workers import HistoryWorkers
-from rl.speculation.sources import Speculation
-from rl.workers.multi_engine import Helpers
-from sched.protocol import Copy, WorkerLost
-from spec.budget.config import MODEL as DRAFT
-from spec.retrieval.history import RULE
-from spec.reuse.rollout_cache import RolloutCache, of_group
+from reprise.rl.cluster import ray_session
+from reprise.rl.cluster.actors import ActorSettings
+from reprise.rl.cluster.ray_session import open_ray, reserve
+from reprise.rl.data.tasks import Example
+from reprise.rl.engine.engine import Engine
+from reprise.rl.rewards.config import RewardConfig
+from reprise.rl.rewards.pool import RewardPool
+from reprise.rl.rewards.scorers import Scorers
+from reprise.rl.rewards.scores import ScoreJob
+from reprise.rl.speculation.config import SpeculationConfig
+from reprise.rl.speculation.device_drafters import DraftModel
+from reprise.rl.speculation.history_workers import HistoryWorkers
+from reprise.rl.speculation.sources import Speculation
+from reprise.rl.workers.multi_engine import Helpers
+from reprise.sched.protocol import Copy, WorkerLost
+from reprise.spec.budget.config import MODEL as DRAFT
+from reprise.spec.retrieval.history import RULE
+from reprise.spec.reuse.rollout_cache import RolloutCache, of_group
 
 
 def listening(pids):

@@ -6,17 +6,17 @@ from replay import RecordedTeam
 from thread_actors import SETTINGS, ThreadRoom
 from tiny_team import CONFIG, MODEL, PARAMS
 
-from rl.cluster.actors import Actor
-from rl.engine.engine import Engine
-from rl.ray_workers.place import RayPlace, Shared, WorkerSettings
-from rl.speculation.config import SpeculationConfig
-from rl.speculation.sources import Speculation
-from rl.workers.config import SchedConfig
-from spec.budget.config import TunerConfig
-from spec.reuse.rollout_cache import RolloutCache
+from reprise.rl.cluster.actors import Actor
+from reprise.rl.engine.engine import Engine
+from reprise.rl.ray_workers.place import RayPlace, Shared, WorkerSettings
+from reprise.rl.speculation.config import SpeculationConfig
+from reprise.rl.speculation.sources import Speculation
+from reprise.rl.workers.config import SchedConfig
+from reprise.spec.budget.config import TunerConfig
+from reprise.spec.reuse.rollout_cache import RolloutCache
 
 TUNER = TunerConfig((1, 5), verify_tokens=(3, 1), depths=(1, 2))
-TARGET = "rl.ray_workers.actor:WorkerActor"
+TARGET = "reprise.rl.ray_workers.actor:WorkerActor"
 
 
 class Store(dict):

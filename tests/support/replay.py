@@ -10,9 +10,9 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rl.workers.ahead_engine import AheadEngine
-from rl.workers.multi_engine import MultiEngine
-from sched.protocol import Action, ChunkDone, Event, Finished, Scheduler, Start
+from reprise.rl.workers.ahead_engine import AheadEngine
+from reprise.rl.workers.multi_engine import MultiEngine
+from reprise.sched.protocol import Action, ChunkDone, Event, Finished, Scheduler, Start
 
 
 class SchedulerDecision(NamedTuple):

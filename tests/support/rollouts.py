@@ -2,7 +2,7 @@
 
 from drive import drive
 
-from rl.engine.rollout_spec import RolloutSpec, draft_with
+from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
 
 OF_THE_RUN = ("stats", "on_finish", "on_round")
 

@@ -1,7 +1,7 @@
 """Settings that tests of runs share, so that each program is compiled once; a scheduler."""
 
-from sched.ledger import Ledger
-from sched.protocol import ChunkDone, Defer, Submitted
+from reprise.sched.ledger import Ledger
+from reprise.sched.protocol import ChunkDone, Defer, Submitted
 
 TWO = ("Sched.workers=2", "Sched.chunk_tokens=3")
 SLOTS = ("Engine.slots=4", "Engine.min_slots=4")

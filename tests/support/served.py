@@ -14,11 +14,11 @@ from typing import Any
 
 import uvicorn
 
-from rl.api import Policy
-from rl.server.app import make_app
-from rl.server.connections import configured
-from rl.server.records import Records
-from rl.server.service import Served
+from reprise.rl.api import Policy
+from reprise.rl.server.app import make_app
+from reprise.rl.server.connections import configured
+from reprise.rl.server.records import Records
+from reprise.rl.server.service import Served
 
 NAME = "reprise/tiny"
 KEY = "tml-test"

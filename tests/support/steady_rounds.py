@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
+from reprise.sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
 
 # rounds of exactly 1 s, and so is the pass of a prompt; copies take next to nothing
 STEADY = Instance(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from rl.cluster.processes import Processes
+from reprise.rl.cluster.processes import Processes
 
 T = TypeVar("T")
 

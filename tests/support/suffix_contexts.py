@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from spec.retrieval import suffix_kernels as kernels
-from spec.retrieval.suffix_forest import Followers
+from reprise.spec.retrieval import suffix_kernels as kernels
+from reprise.spec.retrieval.suffix_forest import Followers
 
 
 def follower_of(forest, tree, context):

@@ -15,12 +15,12 @@ from unittest.mock import patch
 
 import numpy as np
 
-from models.config import ModelConfig
-from models.kv_cache import KVCache
-from models.paged_cache import PagedCache
-from rl.engine import cache_ops, rounds, row_memory, slot_cache
-from rl.engine.engine import Engine
-from rl.trajectory import HostKv
+from reprise.models.config import ModelConfig
+from reprise.models.kv_cache import KVCache
+from reprise.models.paged_cache import PagedCache
+from reprise.rl.engine import cache_ops, rounds, row_memory, slot_cache
+from reprise.rl.engine.engine import Engine
+from reprise.rl.trajectory import HostKv
 
 VOCAB = 23
 MODEL = ModelConfig("llama", VOCAB, 8, 1, 1, 1, 4, 8, max_positions=4096)

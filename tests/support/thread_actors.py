@@ -3,7 +3,7 @@
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from rl.cluster.actors import ActorDied, ActorSettings, Host
+from reprise.rl.cluster.actors import ActorDied, ActorSettings, Host
 
 SETTINGS = ActorSettings({}, deadline_s=300.0, start_s=300.0)
 

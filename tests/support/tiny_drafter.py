@@ -6,14 +6,14 @@ import jax
 import numpy as np
 from tiny_team import CONFIG, MODEL, PARAMS
 
-from rl.drafter_training.config import DrafterConfig
-from rl.drafter_training.trainer import DrafterTrainer
-from rl.engine.engine import Engine
-from rl.speculation.device_drafters import LearnedDrafter
-from spec.eagle import model as eagle
-from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, TreeConfig
-from spec.eagle.model import EagleWeights
-from spec.eagle.training_data import DataBuffer, HiddenStates
+from reprise.rl.drafter_training.config import DrafterConfig
+from reprise.rl.drafter_training.trainer import DrafterTrainer
+from reprise.rl.engine.engine import Engine
+from reprise.rl.speculation.device_drafters import LearnedDrafter
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, TreeConfig
+from reprise.spec.eagle.model import EagleWeights
+from reprise.spec.eagle.training_data import DataBuffer, HiddenStates
 
 TREE = TreeConfig(max_depth=2, top_k=2)
 DRAFTER = DrafterConfig(

@@ -21,17 +21,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models import hf, transformer
-from models.config import ModelConfig
 from policies.make.characters import save_character_tokenizer
-from rl import loop
-from rl import setup as run_setup
-from rl.config import TrainConfig
-from rl.gin.loader import load
-from rl.inputs import Inputs, open_inputs
-from rl.learner.optimizer import TrainState
-from rl.runtime.signals import Watch
-from rl.system import System
+from reprise.models import hf, transformer
+from reprise.models.config import ModelConfig
+from reprise.rl import loop
+from reprise.rl import setup as run_setup
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.loader import load
+from reprise.rl.inputs import Inputs, open_inputs
+from reprise.rl.learner.optimizer import TrainState
+from reprise.rl.runtime.signals import Watch
+from reprise.rl.system import System
 
 ROOT = Path(__file__).parents[2]
 CHARACTERS = "0123456789+=abc"

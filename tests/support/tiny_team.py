@@ -8,12 +8,12 @@ import rollouts
 from replay import RecordedTeam
 from shapes import PLAIN, TINY, make_params
 
-from rl.trajectory import Request
-from rl.workers.config import SchedConfig
-from sched.protocol import Start
-from spec.config import SamplingConfig
-from spec.reuse.rollout_cache import CachedResponse, Scores
-from spec.sampling import step_key
+from reprise.rl.trajectory import Request
+from reprise.rl.workers.config import SchedConfig
+from reprise.sched.protocol import Start
+from reprise.spec.config import SamplingConfig
+from reprise.spec.reuse.rollout_cache import CachedResponse, Scores
+from reprise.spec.sampling import step_key
 
 MODEL = dataclasses.replace(TINY, num_kv_heads=2)  # to be shared by two devices
 CONFIG = dataclasses.replace(PLAIN, rounds_per_fetch=2)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rl.checkpoint.checkpointer import Checkpointer
-from rl.checkpoint.folders import list_steps
-from rl.checkpoint.reader import problems_of
+from reprise.rl.checkpoint.checkpointer import Checkpointer
+from reprise.rl.checkpoint.folders import list_steps
+from reprise.rl.checkpoint.reader import problems_of
 
 
 def whole_steps(where: Path | Checkpointer) -> list[int]:

@@ -16,13 +16,13 @@ from benchmarks.simulator.drafts import (
     chain_probs,
     window_mean,
 )
-from sched.policies.specactor import sequential_tokens
-from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
-from spec.budget import aimd
-from spec.budget.aimd import Aimd
-from spec.budget.budget import FixedBudget
-from spec.budget.goodput import Goodput
-from spec.drafter import Acceptance, Drafts, LiveSlots
+from reprise.sched.policies.specactor import sequential_tokens
+from reprise.sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
+from reprise.spec.budget import aimd
+from reprise.spec.budget.aimd import Aimd
+from reprise.spec.budget.budget import FixedBudget
+from reprise.spec.budget.goodput import Goodput
+from reprise.spec.drafter import Acceptance, Drafts, LiveSlots
 
 # a round takes 1 s for what it reads, with 0.05 s for every node (√ of the sum of squares)
 INSTANCE = Instance(

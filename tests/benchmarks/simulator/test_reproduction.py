@@ -20,8 +20,8 @@ from benchmarks.simulator.reproduction import (
     summary,
 )
 from benchmarks.simulator.specactor_devices import DevicePlan
-from sched.simulator.roofline import MODELS
-from spec.budget.aimd import MAX_TOKENS
+from reprise.sched.simulator.roofline import MODELS
+from reprise.spec.budget.aimd import MAX_TOKENS
 
 SHIPPED = {name: experiment for name, (_, experiment) in EXPERIMENTS.items()}
 FIGURES = {name: figures_of(name) for name in EXPERIMENTS}

@@ -13,7 +13,7 @@ from benchmarks.simulator.specactor_devices import (
     expected_remaining_tokens,
     plan,
 )
-from sched.policies.specactor import best_request_plan, decoupled_tokens
+from reprise.sched.policies.specactor import best_request_plan, decoupled_tokens
 
 
 def draft(devices):

@@ -19,8 +19,8 @@ from benchmarks.simulator.specactor_rollout import (
     SpecActorRollout,
     Strategy,
 )
-from sched.policies.specactor import Profile, sequential_tokens
-from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
+from reprise.sched.policies.specactor import Profile, sequential_tokens
+from reprise.sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
 
 # a verification takes 1 s, a drafted token 0.25 s, whatever the batch
 DEVICE = Accelerator("x", 1e30, 1e30, 1e9, 1e30)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.simulator.steps import AheadSimulation, BegunDrafts, BegunStart, StepSimulation
-from sched.policies.divided import Divided, Fifo
-from sched.policies.group_fifo import GroupFifo
-from sched.policies.histopipe import HistoPipe, HistoPipeConfig, Pace, tau_of
-from sched.policies.steps import Ahead, StepOrder
-from sched.request import RequestSpec
-from sched.simulator.cluster import Cluster
-from sched.simulator.measured_costs import MeasuredCosts
+from reprise.sched.policies.divided import Divided, Fifo
+from reprise.sched.policies.group_fifo import GroupFifo
+from reprise.sched.policies.histopipe import HistoPipe, HistoPipeConfig, Pace, tau_of
+from reprise.sched.policies.steps import Ahead, StepOrder
+from reprise.sched.request import RequestSpec
+from reprise.sched.simulator.cluster import Cluster
+from reprise.sched.simulator.measured_costs import MeasuredCosts
 from tests.support.steady_rounds import STEADY
 
 LENGTHS = {0: 10, 1: 10, 2: 10, 3: 10}

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.kernels import cached_rows_cpu
+from reprise.models.kernels import cached_rows_cpu
 
 ATTEND = jax.jit(cached_rows_cpu.attend)
 

@@ -5,7 +5,7 @@ import numba
 import numpy as np
 import pytest
 
-from models.kernels.cpu_sums import all_dots, dots, highest
+from reprise.models.kernels.cpu_sums import all_dots, dots, highest
 
 HEAD_DIM, NUM_POSITIONS = 8, 70  # four whole lines, and six positions that are no line
 

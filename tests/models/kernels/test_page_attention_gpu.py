@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from kernel_interpreters import finding_races, has_races
 from page_reference import arrays, assert_close, h, only_live, reference
 
-from models.kernels.page_attention_gpu import attend_pages, takes
+from reprise.models.kernels.page_attention_gpu import attend_pages, takes
 
 H100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "cuda")
 TOLERANCE = 2e-2

@@ -9,9 +9,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 from kernel_interpreters import finding_races, has_races_on_tpu
 from page_reference import B, arrays, assert_close, h, only_live, reference
 
-from models.kernels import page_attention_tpu, page_buffers_tpu
-from models.kernels.page_attention_tpu import attend_pages, takes
-from models.kernels.page_buffers_tpu import Buffers
+from reprise.models.kernels import page_attention_tpu, page_buffers_tpu
+from reprise.models.kernels.page_attention_tpu import attend_pages, takes
+from reprise.models.kernels.page_buffers_tpu import Buffers
 
 DEVICES = {
     "v5e": AbstractDevice("TPU v5 lite", 1, "tpu"),

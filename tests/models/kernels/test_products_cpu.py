@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import layers
-from models.kernels import products_cpu
-from models.kernels.products_cpu import BLOCK_OUTPUTS, BLOCK_ROWS, OUTPUTS, product
+from reprise.models import layers
+from reprise.models.kernels import products_cpu
+from reprise.models.kernels.products_cpu import BLOCK_OUTPUTS, BLOCK_ROWS, OUTPUTS, product
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a kernel of CPUs")
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from models import layers
-from models.kernels import products_tpu
-from models.kernels.products_tpu import product, takes
+from reprise.models import layers
+from reprise.models.kernels import products_tpu
+from reprise.models.kernels.products_tpu import product, takes
 
 KINDS = [("TPU v5 lite", 1), ("TPU v5p", 2), ("TPU v6 lite", 1)]
 

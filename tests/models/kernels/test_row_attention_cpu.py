@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models.attention import Packing, packed_mask
-from models.config import MeshConfig
-from models.kernels import row_attention_cpu
-from models.row_attention import attend_rows
-from models.sharding import make_mesh
+from reprise.models.attention import Packing, packed_mask
+from reprise.models.config import MeshConfig
+from reprise.models.kernels import row_attention_cpu
+from reprise.models.row_attention import attend_rows
+from reprise.models.sharding import make_mesh
 
 
 def under_mask(q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT):

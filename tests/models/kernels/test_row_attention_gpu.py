@@ -12,9 +12,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from kernel_interpreters import finding_races, has_races
 from row_reference import inputs, largest_error, packed, reference
 
-from models import row_attention
-from models.attention import Packing
-from models.kernels import row_attention_gpu, row_pairs
+from reprise.models import row_attention
+from reprise.models.attention import Packing
+from reprise.models.kernels import row_attention_gpu, row_pairs
 
 H100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "cuda")
 A100 = AbstractDevice("NVIDIA A100-SXM4-80GB", 108, "cuda")

@@ -9,11 +9,11 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from row_reference import inputs, largest_error, packed, reference
 
-from models import row_attention
-from models.attention import Packing, may_see
-from models.config import MeshConfig
-from models.kernels import row_attention_tpu, row_pairs
-from models.sharding import make_mesh
+from reprise.models import row_attention
+from reprise.models.attention import Packing, may_see
+from reprise.models.config import MeshConfig
+from reprise.models.kernels import row_attention_tpu, row_pairs
+from reprise.models.sharding import make_mesh
 
 BLOCK = 128  # the fewest lanes: blocks of the tests
 

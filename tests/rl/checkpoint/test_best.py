@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import pytest
 from whole_steps import whole_steps
 
-from models.folder import Folder
-from rl.checkpoint import folders, reader
-from rl.checkpoint.best import Best, BestRecord, chosen_step, read_best
-from rl.checkpoint.checkpointer import Checkpointer
-from rl.checkpoint.config import CheckpointConfig
+from reprise.models.folder import Folder
+from reprise.rl.checkpoint import folders, reader
+from reprise.rl.checkpoint.best import Best, BestRecord, chosen_step, read_best
+from reprise.rl.checkpoint.checkpointer import Checkpointer
+from reprise.rl.checkpoint.config import CheckpointConfig
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from whole_steps import whole_steps
 
-from rl.checkpoint import contents, reader
-from rl.checkpoint import manifest as checkpoint_manifest
-from rl.checkpoint.checkpointer import Checkpointer
-from rl.checkpoint.config import CheckpointConfig
-from rl.runtime import host_memory
+from reprise.rl.checkpoint import contents, reader
+from reprise.rl.checkpoint import manifest as checkpoint_manifest
+from reprise.rl.checkpoint.checkpointer import Checkpointer
+from reprise.rl.checkpoint.config import CheckpointConfig
+from reprise.rl.runtime import host_memory
 
 
 @jax.tree_util.register_dataclass

@@ -11,9 +11,9 @@ import pytest
 from thread_actors import SETTINGS, ThreadRoom
 from waiting import wait_until
 
-from rl.cluster import actors
-from rl.cluster.actors import Actor
-from rl.runtime.waits import ProgramLost
+from reprise.rl.cluster import actors
+from reprise.rl.cluster.actors import Actor
+from reprise.rl.runtime.waits import ProgramLost
 
 LIMIT_S = 60
 

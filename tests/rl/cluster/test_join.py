@@ -7,10 +7,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from rl.cluster import join
-from rl.cluster.config import ClusterConfig, check
-from rl.cluster.processes import ALONE
-from rl.runtime.run_files import code_digest
+from reprise.rl.cluster import join
+from reprise.rl.cluster.config import ClusterConfig, check
+from reprise.rl.cluster.processes import ALONE
+from reprise.rl.runtime.run_files import code_digest
 
 
 def test_one_process_joins_nothing() -> None:

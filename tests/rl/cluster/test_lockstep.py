@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from rl.cluster import lockstep
-from rl.cluster.lockstep import LockstepWatch
-from rl.cluster.processes import ALONE, Processes
+from reprise.rl.cluster import lockstep
+from reprise.rl.cluster.lockstep import LockstepWatch
+from reprise.rl.cluster.processes import ALONE, Processes
 from tests.support.stores import MemoryStore, play
 
 ROUNDS = [f"round {i}" for i in range(50)]

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from rl.cluster.processes import ALONE, Diverged, Processes, ProcessLost, difference
+from reprise.rl.cluster.processes import ALONE, Diverged, Processes, ProcessLost, difference
 from tests.support.stores import MemoryStore, play
 
 
@@ -171,7 +171,7 @@ def test_a_request_to_stop_is_told_to_the_others() -> None:
 def test_waiting_lasts_as_long_as_the_other_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than the deadline, for it gives signs of life."""
     watching, _ = watched(*[(6, True)] * 4)
-    monkeypatch.setattr("rl.cluster.processes.POLL_S", 0.001)
+    monkeypatch.setattr("reprise.rl.cluster.processes.POLL_S", 0.001)
     other, waited = Processes(1, 2, watching.store, 10.0), list[float]()
     watching._thread = threading.current_thread()  # during the run
 
@@ -209,7 +209,7 @@ def test_the_loss_of_the_store_is_the_loss_of_process_0() -> None:
 def test_a_lost_process_0_ends_the_others_without_its_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rl.cluster.processes.LEAVING_S", 0.01)
+    monkeypatch.setattr("reprise.rl.cluster.processes.LEAVING_S", 0.01)
     store, ended = MemoryStore(), list[str]()
     other = Processes(1, 2, store, 1.0)
     other.end = ended.append

@@ -6,8 +6,8 @@ import socket
 import pytest
 from processes import launch
 
-from rl.cluster.ray_session import RayProblem, open_ray
-from rl.runtime.waits import ROOT
+from reprise.rl.cluster.ray_session import RayProblem, open_ray
+from reprise.rl.runtime.waits import ROOT
 
 
 def test_ray_is_imported_by_its_own_room_alone_and_only_when_it_is_asked_for():

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl.cluster.relay import Relay
+from reprise.rl.cluster.relay import Relay
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="its sockets are Linux's")
 LIMIT_S = 60.0

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from processes import free_port
 
-from rl.cluster import join
-from rl.cluster.config import ClusterConfig
-from rl.cluster.join import meet
+from reprise.rl.cluster import join
+from reprise.rl.cluster.config import ClusterConfig
+from reprise.rl.cluster.join import meet
 
 
 def config(process: int, count: int, port: int, deadline_s: float = 60.0) -> ClusterConfig:

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import ipc, parquet
 
-from rl.data.arrow_values import num_values, values
-from rl.data.rows import open_rows
+from reprise.rl.data.arrow_values import num_values, values
+from reprise.rl.data.rows import open_rows
 
 DAY = datetime.date(2026, 1, 2)
 MAP = pa.map_(pa.string(), pa.int64())

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from rl.data.columns import find_layout, math_answer, read_row
-from rl.data.specs import parse_spec
-from rl.data.tasks import open_task
+from reprise.rl.data.columns import find_layout, math_answer, read_row
+from reprise.rl.data.specs import parse_spec
+from reprise.rl.data.tasks import open_task
 
 
 def read(row, query="", kind="jsonl", first=None):

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from rl.data.columns import find_layout, read_row
-from rl.data.conversations import prompt_key
-from rl.data.specs import parse_spec
+from reprise.rl.data.columns import find_layout, read_row
+from reprise.rl.data.conversations import prompt_key
+from reprise.rl.data.specs import parse_spec
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "x #### a"}
 SYSTEM = {"role": "system", "content": "s"}

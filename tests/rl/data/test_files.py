@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from rl.data import files
-from rl.data.files import FORMATS, digest, find
+from reprise.rl.data import files
+from reprise.rl.data.files import FORMATS, digest, find
 
 JSONL = ("jsonl",)
 

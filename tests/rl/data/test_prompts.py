@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.data.prompts import DataOrder, encode_prompt, prompts_for_step
-from rl.data.tasks import Example, TaskConfig
+from reprise.rl.data.prompts import DataOrder, encode_prompt, prompts_for_step
+from reprise.rl.data.tasks import Example, TaskConfig
 
 
 @settings(max_examples=60, deadline=None)

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 
-from models.child import Child
-from rl.data import rows
-from rl.data.files import find
-from rl.data.rows import open_rows, parse_json
+from reprise.models.child import Child
+from reprise.rl.data import rows
+from reprise.rl.data.files import find
+from reprise.rl.data.rows import open_rows, parse_json
 
 ROWS = [
     {"prompt": f"é{i}", "answer": str(i), "more": {"n": i, "list": [i, None]}} for i in range(25)
@@ -302,7 +302,7 @@ def test_a_small_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch,
 
 def test_a_dictionary_is_unpacked_within_the_limit_of_a_child(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "MAX_UNPACKED_BYTES", 2**24)
-    monkeypatch.setattr(rows.unpack, "_child", lambda _: Child("rl.data.unpack", 2**28, 60))
+    monkeypatch.setattr(rows.unpack, "_child", lambda _: Child("reprise.rl.data.unpack", 2**28, 60))
     text = pyarrow.array(["x" * 2**22])
     notes = pyarrow.DictionaryArray.from_arrays(pyarrow.array(np.zeros(255, np.int32)), text)
     parquet.write_table(

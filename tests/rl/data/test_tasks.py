@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rl.data import reasoning_gym_tasks
-from rl.data.reasoning_gym_tasks import REFUSED_TASKS, SAFE_TASKS, open_procedural
-from rl.data.tasks import TaskConfig, open_task, open_tasks, parse_spec
+from reprise.rl.data import reasoning_gym_tasks
+from reprise.rl.data.reasoning_gym_tasks import REFUSED_TASKS, SAFE_TASKS, open_procedural
+from reprise.rl.data.tasks import TaskConfig, open_task, open_tasks, parse_spec
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -7,8 +7,8 @@ from fractions import Fraction
 
 import pytest
 
-from rl.data import written_numbers
-from rl.rewards.math_answers import equal
+from reprise.rl.data import written_numbers
+from reprise.rl.rewards.math_answers import equal
 
 
 def grouped(separator: str) -> Callable[[str, str], str]:

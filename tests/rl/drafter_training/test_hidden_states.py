@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models import transformer
-from rl.drafter_training import offline
-from rl.drafter_training.offline import chunks, hidden_of, num_bytes, runs
-from rl.packing import Response
-from spec.eagle import model as eagle
+from reprise.models import transformer
+from reprise.rl.drafter_training import offline
+from reprise.rl.drafter_training.offline import chunks, hidden_of, num_bytes, runs
+from reprise.rl.packing import Response
+from reprise.spec.eagle import model as eagle
 from tests.support import tiny_run
 
 MODEL = dataclasses.replace(tiny_run.MODEL, num_layers=3)

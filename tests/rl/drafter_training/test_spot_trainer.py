@@ -12,11 +12,11 @@ import pytest
 from tiny_drafter import make_engine, make_trainer
 from tiny_team import KEY, PARAMS, REQUESTS, SAMPLING, STOP, assert_same_tokens, workers
 
-from rl.drafter_training.spot_trainer import SpotTrainer
-from rl.drafter_training.trainer import BufferSink
-from rl.engine.rollout_spec import RolloutSpec
-from spec.eagle.config import DataBufferConfig
-from spec.eagle.training_data import DataBuffer
+from reprise.rl.drafter_training.spot_trainer import SpotTrainer
+from reprise.rl.drafter_training.trainer import BufferSink
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.spec.eagle.config import DataBufferConfig
+from reprise.spec.eagle.training_data import DataBuffer
 
 
 def clock():

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models import tokenizer
 from policies.make.characters import save_character_tokenizer
-from rl.drafter_training.traces import hold_out, num_tokens, read
-from rl.packing import Response
+from reprise.models import tokenizer
+from reprise.rl.drafter_training.traces import hold_out, num_tokens, read
+from reprise.rl.packing import Response
 from tests.support import tiny_run
 
 MODEL = tiny_run.MODEL

@@ -11,16 +11,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tiny_drafter import DRAFTER, bits, context_at, filled_buffer, make_engine, make_trainer
 from whole_steps import whole_steps
 
-from models.config import MeshConfig
-from models.sharding import make_mesh
-from rl.checkpoint import checkpointer
-from rl.checkpoint.checkpointer import Checkpointer
-from rl.checkpoint.config import CheckpointConfig
-from rl.drafter_training import trainer as trainer_module
-from rl.drafter_training.trainer import BufferSink
-from spec.eagle import training as drafter_training
-from spec.eagle.config import DataBufferConfig
-from spec.eagle.training_data import DataBuffer, RequestSample
+from reprise.models.config import MeshConfig
+from reprise.models.sharding import make_mesh
+from reprise.rl.checkpoint import checkpointer
+from reprise.rl.checkpoint.checkpointer import Checkpointer
+from reprise.rl.checkpoint.config import CheckpointConfig
+from reprise.rl.drafter_training import trainer as trainer_module
+from reprise.rl.drafter_training.trainer import BufferSink
+from reprise.spec.eagle import training as drafter_training
+from reprise.spec.eagle.config import DataBufferConfig
+from reprise.spec.eagle.training_data import DataBuffer, RequestSample
 
 
 @pytest.fixture(scope="module")

@@ -11,17 +11,17 @@ from thread_actors import ThreadRoom
 from tiny_team import CONFIG, KEY, MODEL, PARAMS, PROMPTS, REQUESTS, SAMPLING, STOP
 from waiting import wait_until
 
-from rl.drafting import worker
-from rl.drafting import workers as drafting
-from rl.drafting.workers import RemoteDrafts
-from rl.engine.engine import Engine
-from rl.runtime.waits import ProgramLost
-from rl.speculation.config import SpeculationConfig
-from rl.speculation.device_drafters import DraftModel
-from rl.speculation.sources import Speculation
-from spec.budget.config import MODEL as DRAFT
-from spec.decoupled.ahead import Enumerating
-from spec.reuse.rollout_cache import RolloutCache
+from reprise.rl.drafting import worker
+from reprise.rl.drafting import workers as drafting
+from reprise.rl.drafting.workers import RemoteDrafts
+from reprise.rl.engine.engine import Engine
+from reprise.rl.runtime.waits import ProgramLost
+from reprise.rl.speculation.config import SpeculationConfig
+from reprise.rl.speculation.device_drafters import DraftModel
+from reprise.rl.speculation.sources import Speculation
+from reprise.spec.budget.config import MODEL as DRAFT
+from reprise.spec.decoupled.ahead import Enumerating
+from reprise.spec.reuse.rollout_cache import RolloutCache
 
 LIMIT_S = 120.0  # of a wait for a thread
 SPECULATION = SpeculationConfig(budget="fixed:3", sources=("model",))

@@ -14,19 +14,19 @@ from loop_runs import (
     texts,
 )
 
-from rl import drafting_run as drafting
-from rl.drafting import worker
-from rl.drafting import workers as drafting_workers
-from rl.drafting.plans import FIRST_HITS
-from rl.drafting.workers import DraftingWorkers
-from rl.engine.worker_record import read_workers
-from rl.metrics.writer import read_metrics
-from rl.speculation import sources
-from sched.policies.specactor import WorkerPlan
-from spec.decoupled.ahead import Enumerating, FreeRunning
-from spec.decoupled.copies import CopiesDrafter
-from spec.drafter import PRIOR_PROB
-from spec.eagle.drafter import EagleDrafter
+from reprise.rl import drafting_run as drafting
+from reprise.rl.drafting import worker
+from reprise.rl.drafting import workers as drafting_workers
+from reprise.rl.drafting.plans import FIRST_HITS
+from reprise.rl.drafting.workers import DraftingWorkers
+from reprise.rl.engine.worker_record import read_workers
+from reprise.rl.metrics.writer import read_metrics
+from reprise.rl.speculation import sources
+from reprise.sched.policies.specactor import WorkerPlan
+from reprise.spec.decoupled.ahead import Enumerating, FreeRunning
+from reprise.spec.decoupled.copies import CopiesDrafter
+from reprise.spec.drafter import PRIOR_PROB
+from reprise.spec.eagle.drafter import EagleDrafter
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from live_by_hand import live_texts
 
-from rl.drafting.config import DraftingConfig, methods_of
-from rl.drafting.plans import (
+from reprise.rl.drafting.config import DraftingConfig, methods_of
+from reprise.rl.drafting.plans import (
     DEADLINE_SHARE,
     DECAY,
     FIRST_HITS,
@@ -17,11 +17,11 @@ from rl.drafting.plans import (
     Observed,
     Planner,
 )
-from sched.policies.specactor import PRIOR_TOKENS, WorkerPlan
-from spec.budget.config import MODEL
-from spec.decoupled.messages import DraftPlan
-from spec.drafter import PRIOR_PROB
-from spec.round_times import RoundTimes
+from reprise.sched.policies.specactor import PRIOR_TOKENS, WorkerPlan
+from reprise.spec.budget.config import MODEL
+from reprise.spec.decoupled.messages import DraftPlan
+from reprise.spec.drafter import PRIOR_PROB
+from reprise.spec.round_times import RoundTimes
 
 
 class Costs:

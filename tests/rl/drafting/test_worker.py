@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from fake_ahead import commit
 
-from rl.cluster.actors import ActorDied
-from rl.drafting.config import DraftingConfig
-from rl.drafting.plans import Planner
-from rl.drafting.worker import (
+from reprise.rl.cluster.actors import ActorDied
+from reprise.rl.drafting.config import DraftingConfig
+from reprise.rl.drafting.plans import Planner
+from reprise.rl.drafting.worker import (
     LATE_S,
     MAX_RESTARTS,
     MAX_ROLLOUTS,
@@ -24,13 +24,13 @@ from rl.drafting.worker import (
     Peer,
     Rollout,
 )
-from rl.drafting.workers import DraftingWorkers, share
-from rl.engine.worker_record import WorkerPart
-from rl.speculation.config import DraftModelConfig
-from rl.speculation.device_drafters import DraftModel
-from spec.budget.config import MODEL
-from spec.config import SamplingConfig
-from spec.decoupled.messages import Block
+from reprise.rl.drafting.workers import DraftingWorkers, share
+from reprise.rl.engine.worker_record import WorkerPart
+from reprise.rl.speculation.config import DraftModelConfig
+from reprise.rl.speculation.device_drafters import DraftModel
+from reprise.spec.budget.config import MODEL
+from reprise.spec.config import SamplingConfig
+from reprise.spec.decoupled.messages import Block
 
 LIMIT_S = 30.0  # of a wait for a thread
 NONE = np.zeros(0, np.int32)

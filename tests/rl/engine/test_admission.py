@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.engine import admission
-from rl.engine.admission import WaitingQueue, assign
-from rl.engine.slot_table import Prompts
-from rl.trajectory import PartialRequest, Request
+from reprise.rl.engine import admission
+from reprise.rl.engine.admission import WaitingQueue, assign
+from reprise.rl.engine.slot_table import Prompts
+from reprise.rl.trajectory import PartialRequest, Request
 
 A, B, C, D = range(4)
 

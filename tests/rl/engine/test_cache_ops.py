@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import kv_cache
-from models.config import ModelConfig
-from rl.engine import cache_ops
+from reprise.models import kv_cache
+from reprise.models.config import ModelConfig
+from reprise.rl.engine import cache_ops
 
 MODEL = ModelConfig("qwen3", 32, 16, 2, 4, 2, 4, 16, qk_norm=True, max_positions=512)
 

@@ -5,18 +5,18 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rl.engine.cached_prefixes import CachedPrefixes
-from rl.engine.ending import Endings
-from rl.engine.slot_table import SlotTable
-from rl.engine.stats import CachedCounts
-from rl.trajectory import Origin, PartialRequest, Request
-from spec.config import SamplingConfig
-from spec.drafter import Source, no_drafts
-from spec.nodes import DRAWN, KEPT, NOT_GIVEN, by_slot, pack
-from spec.reuse.chunk_price import ChunkPrice
-from spec.reuse.prefix_rule import PrefixRule, log, parse_mode
-from spec.reuse.rollout_cache import CachedResponse, Scores
-from spec.round_times import RoundTimes
+from reprise.rl.engine.cached_prefixes import CachedPrefixes
+from reprise.rl.engine.ending import Endings
+from reprise.rl.engine.slot_table import SlotTable
+from reprise.rl.engine.stats import CachedCounts
+from reprise.rl.trajectory import Origin, PartialRequest, Request
+from reprise.spec.config import SamplingConfig
+from reprise.spec.drafter import Source, no_drafts
+from reprise.spec.nodes import DRAWN, KEPT, NOT_GIVEN, by_slot, pack
+from reprise.spec.reuse.chunk_price import ChunkPrice
+from reprise.spec.reuse.prefix_rule import PrefixRule, log, parse_mode
+from reprise.spec.reuse.rollout_cache import CachedResponse, Scores
+from reprise.spec.round_times import RoundTimes
 
 PROMPT, TOKENS, STOP = (1, 2), [5, 6, 7, 8, 9], 9
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.token_bytes import TokenBytes
-from rl.engine.ending import Endings, padded_ids
-from spec.config import SamplingConfig
+from reprise.models.token_bytes import TokenBytes
+from reprise.rl.engine.ending import Endings, padded_ids
+from reprise.spec.config import SamplingConfig
 
 PIECES = (b"a", b"b", b"ab", b"ba", b"", "ß".encode()[:1], "ß".encode()[1:], "😀".encode())
 WORDS = TokenBytes(

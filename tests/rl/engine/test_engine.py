@@ -12,21 +12,21 @@ from drafts_by_hand import NO_DRAFT, Draft, chain, stack
 from loop_runs import counted_compilations
 from shapes import PLAIN, TINY, make_params
 
-import rl.engine.rounds
-from rl.engine.config import EngineConfig
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RolloutSpec, draft_with, no_drafts
-from rl.trajectory import FinishReason, NonFiniteLogits, PartialRequest, Request
-from spec.buckets import bucket
-from spec.budget.bandit import BanditBudget, make_bandit
-from spec.budget.budget import DraftDecision, FixedBudget
-from spec.budget.config import TunerConfig
-from spec.budget.goodput import make_budget
-from spec.budget.union import DrafterUnion
-from spec.config import SamplingConfig
-from spec.drafter import Drafter
-from spec.round_times import RoundTimes
-from spec.sampling import step_key
+from reprise.rl.engine import rounds
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with, no_drafts
+from reprise.rl.trajectory import FinishReason, NonFiniteLogits, PartialRequest, Request
+from reprise.spec.buckets import bucket
+from reprise.spec.budget.bandit import BanditBudget, make_bandit
+from reprise.spec.budget.budget import DraftDecision, FixedBudget
+from reprise.spec.budget.config import TunerConfig
+from reprise.spec.budget.goodput import make_budget
+from reprise.spec.budget.union import DrafterUnion
+from reprise.spec.config import SamplingConfig
+from reprise.spec.drafter import Drafter
+from reprise.spec.round_times import RoundTimes
+from reprise.spec.sampling import step_key
 from tests.support import symbolic_device
 from tests.support.symbolic_device import SymbolicEngine
 
@@ -242,13 +242,13 @@ def test_a_call_begins_where_the_device_gets_its_first_round(monkeypatch, engine
     calls, ticks = [], itertools.count()
     monkeypatch.setattr(engine, "clock", lambda: float(next(ticks)))
     for name in ("decode_beside_chunks", "decode_rounds"):
-        step = getattr(rl.engine.rounds, name)
+        step = getattr(rounds, name)
 
         def watched(*args, step=step, **options):
             calls.append(float(next(ticks)))
             return step(*args, **options)
 
-        monkeypatch.setattr(rl.engine.rounds, name, watched)
+        monkeypatch.setattr(rounds, name, watched)
     run(engine, [Request(i, (1 + i, 2) * 9) for i in range(4)])
     several = 0
     for r in engine.stats.timeline:
@@ -388,13 +388,13 @@ def test_a_request_that_ends_at_the_edge_of_the_cache_does_not_double_it():
 
 def test_prompts_whose_chunks_end_at_every_offset_of_a_bucket(monkeypatch):
     """As if they were given whole; some rows end on the way, a last window is inside its row."""
-    starts, step = set(), rl.engine.rounds.decode_beside_chunks
+    starts, step = set(), rounds.decode_beside_chunks
 
     def watched(*args, **options):
         starts.update(args[5][:, 1].tolist())
         return step(*args, **options)
 
-    monkeypatch.setattr(rl.engine.rounds, "decode_beside_chunks", watched)
+    monkeypatch.setattr(rounds, "decode_beside_chunks", watched)
     rng = np.random.default_rng(0)
     requests = [
         Request(n, tuple(rng.integers(0, 20, n).tolist()), max_new_tokens=min(1 + n % 5, 33 - n))
@@ -508,7 +508,7 @@ def test_prompts_come_in_few_fetches_while_drafts_wait_for_them(monkeypatch):
     tokens, few = rollout(drafter=drafter)
     assert tokens == rollout()[0]
     with monkeypatch.context() as patch:  # a fetch for each of these rounds
-        patch.setattr(rl.engine.rounds.Rounds, "_drafts_wait", lambda self: False)
+        patch.setattr(rounds.Rounds, "_drafts_wait", lambda self: False)
         again, many = rollout(drafter=drafter)
     assert again == tokens
     assert few <= many - 8, "the prompts of the first half of the rows are 12 rounds"

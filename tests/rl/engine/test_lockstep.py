@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from rl.engine.lockstep import LaunchRecord
-from rl.engine.slot_table import SlotTable
-from rl.trajectory import PartialRequest, Request
+from reprise.rl.engine.lockstep import LaunchRecord
+from reprise.rl.engine.slot_table import SlotTable
+from reprise.rl.trajectory import PartialRequest, Request
 
 
 class Heard(list):

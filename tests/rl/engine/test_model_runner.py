@@ -9,22 +9,22 @@ import numpy as np
 import pytest
 from shapes import PLAIN
 
-from models import kv_cache, transformer
-from models.config import MeshConfig, ModelConfig
-from models.sharding import fitting_sharding, make_mesh
-from rl.engine import cache_ops
-from rl.engine.config import EngineConfig
-from rl.engine.engine import Engine
-from rl.engine.model_runner import ModelRunner
-from rl.engine.rollout_spec import RolloutSpec
-from rl.speculation.device_drafters import LearnedDrafter
-from rl.warm_up.rollout_programs import Pool, Reach
-from spec.config import SamplingConfig
-from spec.eagle import model as eagle
-from spec.eagle.config import TreeConfig
-from spec.eagle.model import EagleWeights
-from spec.sampling import step_key
-from spec.verify import decode_beside_chunks, decode_rounds, settle
+from reprise.models import kv_cache, transformer
+from reprise.models.config import MeshConfig, ModelConfig
+from reprise.models.sharding import fitting_sharding, make_mesh
+from reprise.rl.engine import cache_ops
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.model_runner import ModelRunner
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.speculation.device_drafters import LearnedDrafter
+from reprise.rl.warm_up.rollout_programs import Pool, Reach
+from reprise.spec.config import SamplingConfig
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle.config import TreeConfig
+from reprise.spec.eagle.model import EagleWeights
+from reprise.spec.sampling import step_key
+from reprise.spec.verify import decode_beside_chunks, decode_rounds, settle
 
 MODEL = ModelConfig("qwen3", 32, 16, 1, 8, 8, 4, 16, qk_norm=True, max_positions=64)
 

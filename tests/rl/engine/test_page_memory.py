@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from drive import RequestSource, drive
 
-from rl.engine.config import EngineConfig
-from rl.engine.page_memory import PageMemory
-from rl.engine.rollout_spec import RolloutSpec, draft_with
-from rl.engine.slot_cache import SlotCache
-from rl.trajectory import PartialRequest, Request
-from spec.config import SamplingConfig
-from spec.page_table import PageTable
-from spec.sampling import step_key
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.page_memory import PageMemory
+from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
+from reprise.rl.engine.slot_cache import SlotCache
+from reprise.rl.trajectory import PartialRequest, Request
+from reprise.spec.config import SamplingConfig
+from reprise.spec.page_table import PageTable
+from reprise.spec.sampling import step_key
 from tests.support import random_rollouts, symbolic_device
 from tests.support.symbolic_device import MODEL, SymbolicEngine
 

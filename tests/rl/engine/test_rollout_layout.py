@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from shapes import PLAIN, one_size
 
-from models import cached_attention, layers, paged_cache, transformer
-from models.config import MeshConfig, ModelConfig
-from models.sharding import make_mesh, param_shardings
-from rl.engine.config import EngineConfig
-from rl.engine.engine import Engine
-from rl.warm_up.rollout_programs import Pool, Reach
-from spec.config import SamplingConfig
+from reprise.models import cached_attention, layers, paged_cache, transformer
+from reprise.models.config import MeshConfig, ModelConfig
+from reprise.models.sharding import make_mesh, param_shardings
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.engine import Engine
+from reprise.rl.warm_up.rollout_programs import Pool, Reach
+from reprise.spec.config import SamplingConfig
 
 pytestmark = pytest.mark.skipif(jax.device_count() != 8, reason="needs 8 (virtual) devices")
 

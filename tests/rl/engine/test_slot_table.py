@@ -3,14 +3,14 @@
 import numpy as np
 from drive import RequestSource, drive
 
-from rl.engine.cache_ops import COLUMNS
-from rl.engine.config import EngineConfig
-from rl.engine.ending import Endings
-from rl.engine.rollout_spec import RolloutSpec
-from rl.engine.slot_table import SlotTable
-from rl.trajectory import PartialRequest, Request
-from spec.config import SamplingConfig
-from spec.sampling import step_key
+from reprise.rl.engine.cache_ops import COLUMNS
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.ending import Endings
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.engine.slot_table import SlotTable
+from reprise.rl.trajectory import PartialRequest, Request
+from reprise.spec.config import SamplingConfig
+from reprise.spec.sampling import step_key
 from tests.support import symbolic_device
 from tests.support.symbolic_device import MODEL, SymbolicEngine
 

@@ -8,11 +8,11 @@ from drafts_by_hand import NO_DRAFT, chain, stack
 from live_by_hand import live_texts
 from shapes import PLAIN
 
-from rl.engine.speculate import Speculator
-from rl.engine.stats import EngineStats
-from spec.budget.goodput import make_budget
-from spec.drafter import Drafter
-from spec.round_times import RoundTimes
+from reprise.rl.engine.speculate import Speculator
+from reprise.rl.engine.stats import EngineStats
+from reprise.spec.budget.goodput import make_budget
+from reprise.spec.drafter import Drafter
+from reprise.spec.round_times import RoundTimes
 
 LIVE = live_texts(*[(1, 2, 3)] * 4)
 TIMES = RoundTimes({(4, 4 * n, 32): 1.0 for n in (1, 2, 4)})

@@ -10,8 +10,8 @@ import pytest
 from caught_by_hand import equal, sequence
 from tiny_drafter import make_engine
 
-from rl.engine import cache_ops, state_delivery
-from rl.engine.state_delivery import Ended, StateDelivery
+from reprise.rl.engine import cache_ops, state_delivery
+from reprise.rl.engine.state_delivery import Ended, StateDelivery
 
 PIECE = 4
 

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from rl.engine.stats import (
+from reprise.rl.engine.stats import (
     EngineStats,
     RoundRecord,
     host_share,
@@ -18,10 +18,10 @@ from rl.engine.stats import (
     tail_seconds,
     undisturbed,
 )
-from rl.reports import timeline_plot
-from rl.runtime.run_files import TIMELINE_FILE
-from spec.drafter import Source
-from spec.round_times import RoundTimes
+from reprise.rl.reports import timeline_plot
+from reprise.rl.runtime.run_files import TIMELINE_FILE
+from reprise.spec.drafter import Source
+from reprise.spec.round_times import RoundTimes
 
 
 def record(began_s, nodes, ids, emitted):

@@ -5,10 +5,17 @@ import json
 
 import pytest
 
-from rl.engine import worker_record
-from rl.engine.worker_record import WorkerEvent, WorkerLog, WorkerPart, fitted, merged, read_workers
-from rl.metrics.writer import MetricsConfig, MetricsWriter
-from rl.runtime.run_files import WORKERS_FILE
+from reprise.rl.engine import worker_record
+from reprise.rl.engine.worker_record import (
+    WorkerEvent,
+    WorkerLog,
+    WorkerPart,
+    fitted,
+    merged,
+    read_workers,
+)
+from reprise.rl.metrics.writer import MetricsConfig, MetricsWriter
+from reprise.rl.runtime.run_files import WORKERS_FILE
 
 
 def part(number, version, *spans, place="here"):

@@ -15,15 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.ablate import AblationRun
-from rl.config import TrainConfig
-from rl.drafter_training.offline import OfflineConfig
-from rl.gin import loader as config_lib
-from rl.gin.command_line import config_parser, parse_command_line, split_overrides
-from rl.gin.loader import ConfigError, describe, dump, load
-from rl.runtime import run_files
-from rl.runtime.run_files import resolve_path
-from rl.simulate import SimulateRun
+from reprise.rl.ablate import AblationRun
+from reprise.rl.config import TrainConfig
+from reprise.rl.drafter_training.offline import OfflineConfig
+from reprise.rl.gin import loader as config_lib
+from reprise.rl.gin.command_line import config_parser, parse_command_line, split_overrides
+from reprise.rl.gin.loader import ConfigError, describe, dump, load
+from reprise.rl.runtime import run_files
+from reprise.rl.runtime.run_files import resolve_path
+from reprise.rl.simulate import SimulateRun
 
 
 @dataclasses.dataclass(frozen=True)
@@ -448,10 +448,10 @@ def test_reading_a_configuration_imports_no_framework():
     code = (
         "import sys\n"
         "for name in ('tensorflow', 'torch', 'jax'): sys.modules[name] = None\n"
-        "import rl.gin.command_line as c\n"
+        "import reprise.rl.gin.command_line as c\n"
         "assert 'gin' not in sys.modules\n"
         "assert c.split_overrides([]) == ([], [])\n"
-        "from rl.gin.grammar import read_override\n"
+        "from reprise.rl.gin.grammar import read_override\n"
         "assert read_override('A.b=(1, 2)').value == (1, 2)\n"
     )
     root = config_lib.PROJECT_ROOT

@@ -11,15 +11,15 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from models import hf
-from rl import memory
-from rl.ablate import AblationRun, cells
-from rl.config import PolicyConfig, TrainConfig
-from rl.config_checks import check_sections
-from rl.gin.loader import dump, load
-from rl.inputs import open_inputs
-from rl.simulate import SimulateRun
-from rl.unused_settings import unused_settings
+from reprise.models import hf
+from reprise.rl import memory
+from reprise.rl.ablate import AblationRun, cells
+from reprise.rl.config import PolicyConfig, TrainConfig
+from reprise.rl.config_checks import check_sections
+from reprise.rl.gin.loader import dump, load
+from reprise.rl.inputs import open_inputs
+from reprise.rl.simulate import SimulateRun
+from reprise.rl.unused_settings import unused_settings
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").rglob("*.gin"))

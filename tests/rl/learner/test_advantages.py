@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rl.learner.advantages import (
+from reprise.rl.learner.advantages import (
     gae,
     group_advantages,
     informative_groups,

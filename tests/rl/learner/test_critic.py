@@ -12,17 +12,17 @@ import trajectories
 from jax.sharding import PartitionSpec
 from shapes import CHAT
 
-from models import transformer
-from models.config import MeshConfig
-from models.sharding import make_mesh, param_shardings, ways_in_use
-from rl.learner import critic, micro_batches, trainer
-from rl.learner.algorithms import AlgorithmConfig, CriticConfig
-from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
-from rl.learner.critic import Critic, value_loss
-from rl.learner.losses import CriticInputs, LossInputs
-from rl.learner.optimizer import init_state, make_optimizer
-from rl.packing import Shape
-from spec.config import SamplingConfig
+from reprise.models import transformer
+from reprise.models.config import MeshConfig
+from reprise.models.sharding import make_mesh, param_shardings, ways_in_use
+from reprise.rl.learner import critic, micro_batches, trainer
+from reprise.rl.learner.algorithms import AlgorithmConfig, CriticConfig
+from reprise.rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
+from reprise.rl.learner.critic import Critic, value_loss
+from reprise.rl.learner.losses import CriticInputs, LossInputs
+from reprise.rl.learner.optimizer import init_state, make_optimizer
+from reprise.rl.packing import Shape
+from reprise.spec.config import SamplingConfig
 
 RECIPE = TrainSpec(
     CHAT,

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from shapes import CHAT
 
-from rl.learner.data import Datum, pack
-from rl.learner.drawn import ENTRY_BYTES, DrawnResponses
-from rl.packing import Shape
-from spec.config import SamplingConfig
+from reprise.rl.learner.data import Datum, pack
+from reprise.rl.learner.drawn import ENTRY_BYTES, DrawnResponses
+from reprise.rl.packing import Shape
+from reprise.spec.config import SamplingConfig
 
 PLAIN, HALF = SamplingConfig(), SamplingConfig(temperature=0.5)
 CUT, GREEDY = SamplingConfig(top_k=3), SamplingConfig(temperature=0, top_k=3)
@@ -61,7 +61,7 @@ def test_nothing_is_looked_up_while_all_are_of_the_policys_own_distribution(monk
     drawn = DrawnResponses()
     for sampling in (PLAIN, GREEDY):
         drawn.note([1, 2], [3], logprobs(1), sampling)
-    monkeypatch.setattr("rl.learner.drawn.hashlib", None)
+    monkeypatch.setattr("reprise.rl.learner.drawn.hashlib", None)
     assert drawn.find(*datum([1, 2], ([3], logprobs(1)))) == []
     drawn.note_scored([Datum([1, 2], [2, 3], logprobs=[0, 0])], [logprobs(2)])
 

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import transformer
-from models.config import MeshConfig, ModelConfig
-from models.sharding import make_mesh, param_shardings
-from rl.learner.gathering import from_shards, laid_out, local_weights, own_shards
+from reprise.models import transformer
+from reprise.models.config import MeshConfig, ModelConfig
+from reprise.models.sharding import make_mesh, param_shardings
+from reprise.rl.learner.gathering import from_shards, laid_out, local_weights, own_shards
 
 
 @pytest.mark.parametrize(("axes", "parts"), [(("data",), 1), (("fsdp",), 2), ((None, "fsdp"), 2)])

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl.learner import losses
-from rl.learner.losses import AlgorithmConfig, LossInputs
-from rl.trajectory import Origin
+from reprise.rl.learner import losses
+from reprise.rl.learner.losses import AlgorithmConfig, LossInputs
+from reprise.rl.trajectory import Origin
 
 LOSS = jax.jit(losses.loss, static_argnums=0)  # eagerly it is a hundred programs
 

@@ -11,12 +11,12 @@ import trajectories
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.attention import packed_mask
-from rl.learner import micro_batches
-from rl.learner.micro_batches import TrainSample
-from rl.packing import Shape
-from rl.trajectory import FinishReason
-from spec.config import SamplingConfig
+from reprise.models.attention import packed_mask
+from reprise.rl.learner import micro_batches
+from reprise.rl.learner.micro_batches import TrainSample
+from reprise.rl.packing import Shape
+from reprise.rl.trajectory import FinishReason
+from reprise.spec.config import SamplingConfig
 
 
 def trajectory(i, prompt, response, **fields):

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from shapes import CHAT
 
-from rl.learner.data import Datum, DatumInputs, pack
-from rl.learner.drawn import DrawnResponses
-from rl.learner.objectives import LOSSES, Adam, LossSettings, check_inputs, complete
-from rl.packing import Shape
-from rl.server import bodies, wire
+from reprise.rl.learner.data import Datum, DatumInputs, pack
+from reprise.rl.learner.drawn import DrawnResponses
+from reprise.rl.learner.objectives import LOSSES, Adam, LossSettings, check_inputs, complete
+from reprise.rl.packing import Shape
+from reprise.rl.server import bodies, wire
 
 
 def test_the_client_names_these_losses_and_defaults():

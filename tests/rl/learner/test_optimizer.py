@@ -6,13 +6,13 @@ import jax
 import pytest
 from shapes import ODD
 
-from models import transformer
-from models.config import MeshConfig
-from models.sharding import fitting_sharding, make_mesh
-from rl.learner import critic, gradient_accumulation, logprobs, micro_batches, trainer
-from rl.learner.algorithms import AlgorithmConfig
-from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
-from rl.learner.optimizer import init_state, make_optimizer, state_shapes
+from reprise.models import transformer
+from reprise.models.config import MeshConfig
+from reprise.models.sharding import fitting_sharding, make_mesh
+from reprise.rl.learner import critic, gradient_accumulation, logprobs, micro_batches, trainer
+from reprise.rl.learner.algorithms import AlgorithmConfig
+from reprise.rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
+from reprise.rl.learner.optimizer import init_state, make_optimizer, state_shapes
 
 RECIPE = TrainSpec(
     ODD,

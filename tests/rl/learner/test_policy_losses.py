@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl.learner import losses, policy_losses
-from rl.learner.algorithms import ALGORITHMS, Algorithm, AlgorithmConfig
-from rl.learner.losses import CriticInputs, LossInputs
-from rl.learner.policy_losses import policy_loss
+from reprise.rl.learner import losses, policy_losses
+from reprise.rl.learner.algorithms import ALGORITHMS, Algorithm, AlgorithmConfig
+from reprise.rl.learner.losses import CriticInputs, LossInputs
+from reprise.rl.learner.policy_losses import policy_loss
 
 CLIPPED = Algorithm("", clip_low=0.1, clip_high=0.3)
 SEQUENCE_CLIPPED = dataclasses.replace(CLIPPED, policy_loss="sequence_clipped")

@@ -13,23 +13,23 @@ from loop_runs import counted_compilations
 from shapes import CHAT
 from trajectories import some_trajectories, trajectory
 
-from models import transformer
-from models.config import MeshConfig
-from models.sharding import make_mesh, param_shardings, ways_in_use
-from rl.learner import logprobs as scoring
-from rl.learner import micro_batches, trainer
-from rl.learner.advantages import group_advantages
-from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
-from rl.learner.gradient_accumulation import StepScalars, accumulate, start
-from rl.learner.losses import AlgorithmConfig
-from rl.learner.optimizer import init_state, learning_rate, make_optimizer, state_shapes
-from rl.packing import Shape
-from rl.rollout import generate
-from rl.run_checkpoint import RunCheckpointer, RunPosition
-from rl.runtime.parallel_compile import compile_all
-from rl.trajectory import FinishReason, Request
-from spec.config import SamplingConfig
-from spec.sampling import step_key
+from reprise.models import transformer
+from reprise.models.config import MeshConfig
+from reprise.models.sharding import make_mesh, param_shardings, ways_in_use
+from reprise.rl.learner import logprobs as scoring
+from reprise.rl.learner import micro_batches, trainer
+from reprise.rl.learner.advantages import group_advantages
+from reprise.rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
+from reprise.rl.learner.gradient_accumulation import StepScalars, accumulate, start
+from reprise.rl.learner.losses import AlgorithmConfig
+from reprise.rl.learner.optimizer import init_state, learning_rate, make_optimizer, state_shapes
+from reprise.rl.packing import Shape
+from reprise.rl.rollout import generate
+from reprise.rl.run_checkpoint import RunCheckpointer, RunPosition
+from reprise.rl.runtime.parallel_compile import compile_all
+from reprise.rl.trajectory import FinishReason, Request
+from reprise.spec.config import SamplingConfig
+from reprise.spec.sampling import step_key
 
 RECIPE = TrainSpec(
     CHAT,

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from rl.metrics.diversity import FLOOR, MAX_TOKENS, ORDER, distinct_1, self_bleu
+from reprise.rl.metrics.diversity import FLOOR, MAX_TOKENS, ORDER, distinct_1, self_bleu
 
 
 def arrays(*rows):

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from rl.metrics.eval_metrics import (
+from reprise.rl.metrics.eval_metrics import (
     EvalResponse,
     Interval,
     interval,

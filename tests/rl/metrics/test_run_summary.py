@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl.metrics.run_summary import summary_lines
+from reprise.rl.metrics.run_summary import summary_lines
 
 
 def row(step, **more):

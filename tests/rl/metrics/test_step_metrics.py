@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from trajectories import trajectory
 
-from rl.data.tasks import Example
-from rl.engine.stats import EngineStats
-from rl.metrics.step_metrics import sample_rows, step_metrics
-from rl.rewards.scores import Score
-from rl.trajectory import FinishReason
+from reprise.rl.data.tasks import Example
+from reprise.rl.engine.stats import EngineStats
+from reprise.rl.metrics.step_metrics import sample_rows, step_metrics
+from reprise.rl.rewards.scores import Score
+from reprise.rl.trajectory import FinishReason
 
 
 class Letters:

@@ -11,7 +11,7 @@ import types
 
 import pytest
 
-from rl.metrics.writer import MetricsConfig, MetricsWriter, read_metrics
+from reprise.rl.metrics.writer import MetricsConfig, MetricsWriter, read_metrics
 
 CONFIG = MetricsConfig(tensorboard=False, wandb_project="p")
 
@@ -105,7 +105,7 @@ def test_rows_that_the_service_lacks_after_a_kill(tmp_path, service):
 def test_a_kill_while_it_goes_back(tmp_path, service, monkeypatch):
     leg(tmp_path, 0, range(1, 6), 0.1)
     with MetricsWriter(tmp_path, CONFIG) as writer, monkeypatch.context() as patch:
-        patch.setattr("rl.metrics.writer._keep_rows", lambda *_: 1 / 0)
+        patch.setattr("reprise.rl.metrics.writer._keep_rows", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             writer.truncate_to_step(2)
     leg(tmp_path, 2, range(3, 4), 0.9)

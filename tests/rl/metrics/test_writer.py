@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models import folder
-from rl.metrics import writer as metrics_lib
-from rl.metrics.writer import (
+from reprise.models import folder
+from reprise.rl.metrics import writer as metrics_lib
+from reprise.rl.metrics.writer import (
     MetricsConfig,
     MetricsWriter,
     Timings,
@@ -22,7 +22,7 @@ from rl.metrics.writer import (
     read_samples,
     step_rows,
 )
-from rl.runtime.run_files import EVAL_SAMPLES_FILE
+from reprise.rl.runtime.run_files import EVAL_SAMPLES_FILE
 
 
 def writer(directory: Path, **options) -> MetricsWriter:
@@ -182,7 +182,8 @@ def test_kill_between_the_new_file_and_its_name_loses_nothing(tmp_path, monkeypa
 
 def test_kill_dash_nine_loses_no_written_row(tmp_path):
     code = (
-        "import os, signal, sys\nfrom rl.metrics.writer import MetricsConfig, MetricsWriter\n"
+        "import os, signal, sys\n"
+        "from reprise.rl.metrics.writer import MetricsConfig, MetricsWriter\n"
         "out = MetricsWriter(sys.argv[1], MetricsConfig(tensorboard=False))\n"
         "for step in range(5): out.write(step, {'reward': step})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from figured_programs import figured
 
-from rl.preflight import __main__ as preflight
+from reprise.rl.preflight import __main__ as preflight
 
 ROOT = Path(__file__).parents[3]
 TINY = "configs/plain_tiny.gin"
@@ -109,7 +109,7 @@ def test_a_policy_needs_no_weights(tmp_path):
     [("Qwen3-0.6B", 0.596e9), ("Qwen3-1.7B", 1.72e9), ("Qwen3-8B", 8.19e9), ("Qwen3-32B", 32.8e9)],
 )
 def test_shapes_that_ship_have_the_published_numbers_of_parameters(name, num_params):
-    from models.config import num_params as count
+    from reprise.models.config import num_params as count
 
     assert count(preflight.policy_shape(f"downloads/{name}", [])) == pytest.approx(
         num_params, rel=0.005

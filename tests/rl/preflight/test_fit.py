@@ -10,15 +10,22 @@ import jax.numpy as jnp
 import pytest
 from figured_programs import figured
 
-from models.config import ModelConfig
-from rl.config import TrainConfig
-from rl.gin.loader import load
-from rl.memory import ROLLOUTS, TRAINING
-from rl.preflight import fit as fit_module
-from rl.preflight import report
-from rl.preflight.fit import Figures, Fit, Fitting, Measured, compiled_figures, largest_of_kinds
-from rl.preflight.programs import RunProgram
-from rl.preflight.targets import parse_target
+from reprise.models.config import ModelConfig
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.loader import load
+from reprise.rl.memory import ROLLOUTS, TRAINING
+from reprise.rl.preflight import fit as fit_module
+from reprise.rl.preflight import report
+from reprise.rl.preflight.fit import (
+    Figures,
+    Fit,
+    Fitting,
+    Measured,
+    compiled_figures,
+    largest_of_kinds,
+)
+from reprise.rl.preflight.programs import RunProgram
+from reprise.rl.preflight.targets import parse_target
 
 TARGET = parse_target("v5e:1x4")
 MODEL = ModelConfig("qwen3", 64, 16, 8, 4, 2, 8, 32, qk_norm=True, max_positions=256)

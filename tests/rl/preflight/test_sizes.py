@@ -6,14 +6,14 @@ import jax
 import pytest
 from figured_programs import figured
 
-from models.config import ModelConfig
-from rl import run_process, train
-from rl.config import SIZES, TrainConfig
-from rl.gin.loader import load
-from rl.memory import TRAINING, USABLE_SHARE
-from rl.preflight import sizes
-from rl.preflight.fit import Fitting
-from rl.preflight.targets import parse_target
+from reprise.models.config import ModelConfig
+from reprise.rl import run_process, train
+from reprise.rl.config import SIZES, TrainConfig
+from reprise.rl.gin.loader import load
+from reprise.rl.memory import TRAINING, USABLE_SHARE
+from reprise.rl.preflight import sizes
+from reprise.rl.preflight.fit import Fitting
+from reprise.rl.preflight.targets import parse_target
 
 TARGET = parse_target("v5e:1x4")
 MODEL = ModelConfig("qwen3", 64, 16, 2, 4, 2, 8, 32, qk_norm=True, max_positions=256)

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from rl.preflight.targets import devices_of, parse_target, prepare
+from reprise.rl.preflight.targets import devices_of, parse_target, prepare
 
 
 @pytest.mark.parametrize(

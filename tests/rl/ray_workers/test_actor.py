@@ -21,17 +21,17 @@ from tiny_team import (
 )
 from tiny_team import play as play_team
 
-from rl.cluster import ray_session
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RolloutSpec, no_drafts
-from rl.ray_workers.actor import WorkerActor
-from rl.ray_workers.place import Shared
-from rl.runtime.waits import ProgramLost
-from rl.speculation.config import SpeculationConfig
-from rl.speculation.sources import Speculation
-from rl.workers.messages import WorkerError
-from sched.protocol import WorkerLost
-from spec.reuse.rollout_cache import RolloutCache, of_group
+from reprise.rl.cluster import ray_session
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import RolloutSpec, no_drafts
+from reprise.rl.ray_workers.actor import WorkerActor
+from reprise.rl.ray_workers.place import Shared
+from reprise.rl.runtime.waits import ProgramLost
+from reprise.rl.speculation.config import SpeculationConfig
+from reprise.rl.speculation.sources import Speculation
+from reprise.rl.workers.messages import WorkerError
+from reprise.sched.protocol import WorkerLost
+from reprise.spec.reuse.rollout_cache import RolloutCache, of_group
 
 
 def play(team, **options):

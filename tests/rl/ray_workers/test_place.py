@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from tiny_team import KEY, PARAMS, SAMPLING
 
-from rl.engine.rollout_spec import RolloutSpec, no_drafts
-from rl.engine.stats import EngineStats
-from rl.ray_workers.place import Measured, RayPlace, Reply, Shared
-from rl.runtime.waits import ProgramLost
-from rl.speculation.config import SpeculationConfig
-from rl.speculation.sources import Speculation, StepDrafts
-from rl.workers.messages import Prepare, Remove, Report, WorkerLimits
-from spec.eagle.training_data import HiddenStates, RequestSample
-from spec.reuse.rollout_cache import RolloutCache
+from reprise.rl.engine.rollout_spec import RolloutSpec, no_drafts
+from reprise.rl.engine.stats import EngineStats
+from reprise.rl.ray_workers.place import Measured, RayPlace, Reply, Shared
+from reprise.rl.runtime.waits import ProgramLost
+from reprise.rl.speculation.config import SpeculationConfig
+from reprise.rl.speculation.sources import Speculation, StepDrafts
+from reprise.rl.workers.messages import Prepare, Remove, Report, WorkerLimits
+from reprise.spec.eagle.training_data import HiddenStates, RequestSample
+from reprise.spec.reuse.rollout_cache import RolloutCache
 
 HANG_LIMIT_S, COMPILE_S = 600.0, 3600.0
 LIMITS = WorkerLimits(60, 4, 60)

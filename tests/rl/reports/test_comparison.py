@@ -1,7 +1,7 @@
 """Ratios of several runs, against a calculation by hand."""
 
-from rl.reports.comparison import comparison
-from rl.reports.runs import Run
+from reprise.rl.reports.comparison import comparison
+from reprise.rl.reports.runs import Run
 
 NAMES = ("time/rollout", "step_time", "rollout/generated_tokens", "reward")
 

@@ -3,8 +3,8 @@
 import numpy as np
 from matplotlib import figure
 
-from rl.reports import plots
-from rl.reports.runs import Run
+from reprise.rl.reports import plots
+from reprise.rl.reports.runs import Run
 
 
 def run(arms):

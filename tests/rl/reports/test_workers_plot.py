@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from rl.engine.worker_record import WorkerEvent, WorkerPart, WorkerStep
-from rl.reports import plots, workers_plot
-from rl.reports.runs import Run
+from reprise.rl.engine.worker_record import WorkerEvent, WorkerPart, WorkerStep
+from reprise.rl.reports import plots, workers_plot
+from reprise.rl.reports.runs import Run
 
 
 def step(number, parts, events=(), leg=0, ended_s=10.0):

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from rl import train
-from rl.data.answers import EXTRACTORS, expected_answer, extract_answer, with_marker
-from rl.data.tasks import open_task
-from rl.inputs import Inputs, open_policy
-from rl.rewards import check
-from rl.rewards.check import check_rewards
-from rl.rewards.config import RewardConfig
-from spec.config import SamplingConfig
+from reprise.rl import train
+from reprise.rl.data.answers import EXTRACTORS, expected_answer, extract_answer, with_marker
+from reprise.rl.data.tasks import open_task
+from reprise.rl.inputs import Inputs, open_policy
+from reprise.rl.rewards import check
+from reprise.rl.rewards.check import check_rewards
+from reprise.rl.rewards.config import RewardConfig
+from reprise.spec.config import SamplingConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 NUM_ROWS = 16  # of each file with planted faults

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl.data.answers import extract_answer
-from rl.data.tasks import Example
-from rl.rewards.config import RewardConfig, validate
-from rl.rewards.functions import exact_match, load, math_verify, task_reward
-from rl.rewards.pool import RewardPool
-from rl.rewards.process import RewardWorkerError
-from rl.rewards.scores import ScoreJob
-from rl.rewards.worker import read_result
+from reprise.rl.data.answers import extract_answer
+from reprise.rl.data.tasks import Example
+from reprise.rl.rewards.config import RewardConfig, validate
+from reprise.rl.rewards.functions import exact_match, load, math_verify, task_reward
+from reprise.rl.rewards.pool import RewardPool
+from reprise.rl.rewards.process import RewardWorkerError
+from reprise.rl.rewards.scores import ScoreJob
+from reprise.rl.rewards.worker import read_result
 
 PLUGINS = Path(__file__).parent / "plugins"
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rl.rewards.functions import load, math_verify
-from rl.rewards.math_answers import _sympy_number, equal
+from reprise.rl.rewards.functions import load, math_verify
+from reprise.rl.rewards.math_answers import _sympy_number, equal
 
 
 @pytest.mark.parametrize(

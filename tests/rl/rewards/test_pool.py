@@ -11,11 +11,11 @@ import pytest
 from processes import runs
 from waiting import wait_until
 
-from rl.data.tasks import Example
-from rl.rewards.config import RewardConfig
-from rl.rewards.pool import RewardPool
-from rl.rewards.process import RewardWorkerError
-from rl.rewards.scores import Score, ScoreJob, combine
+from reprise.rl.data.tasks import Example
+from reprise.rl.rewards.config import RewardConfig
+from reprise.rl.rewards.pool import RewardPool
+from reprise.rl.rewards.process import RewardWorkerError
+from reprise.rl.rewards.scores import Score, ScoreJob, combine
 
 PLUGINS = Path(__file__).parent / "plugins"
 FAULTY = f"{PLUGINS / 'faults.py'}:faulty"
@@ -179,10 +179,10 @@ def test_close_cancels_what_is_queued_and_ends_the_workers():
 
 PARENT = """
 import sys, time
-from rl.rewards.config import RewardConfig
-from rl.rewards.pool import RewardPool
-from rl.rewards.scores import ScoreJob
-from rl.data.tasks import Example
+from reprise.rl.rewards.config import RewardConfig
+from reprise.rl.rewards.pool import RewardPool
+from reprise.rl.rewards.scores import ScoreJob
+from reprise.rl.data.tasks import Example
 
 with RewardPool(RewardConfig(functions=(sys.argv[1],), deadline_s=60.0, workers=1)) as pool:
     future = pool.submit(ScoreJob(Example("test#0", "q", "a", {}, "jsonl:x"), "hang"))
@@ -261,9 +261,9 @@ def test_a_reward_file_imports_its_neighbours(tmp_path, monkeypatch):
     folder = tmp_path / "rewards"
     (folder / "models").mkdir(parents=True)
     (folder / "models" / "__init__.py").write_text("BONUS = 2.0\n")
-    (folder / "helper.py").write_text("from models import BONUS\n")
+    (folder / "helper.py").write_text("from reprise.models import BONUS\n")
     (tmp_path / "spec.py").write_text("FACTOR = 3.0\n")  # where the run was started
-    body = "from helper import BONUS\nfrom spec import FACTOR\n"
+    body = "from helper import BONUS\nfrom reprise.spec import FACTOR\n"
     body += "def score(completions, **c): return [BONUS * FACTOR]\n"
     (folder / "mine.py").write_text(body)
     monkeypatch.chdir(tmp_path)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rl.data.tasks import Example
-from rl.rewards import pool as pool_module
-from rl.rewards import process
-from rl.rewards.config import RewardConfig
-from rl.rewards.pool import RewardPool
-from rl.rewards.process import RewardWorkerError
-from rl.rewards.scores import Score, ScoreJob, combine
+from reprise.rl.data.tasks import Example
+from reprise.rl.rewards import pool as pool_module
+from reprise.rl.rewards import process
+from reprise.rl.rewards.config import RewardConfig
+from reprise.rl.rewards.pool import RewardPool
+from reprise.rl.rewards.process import RewardWorkerError
+from reprise.rl.rewards.scores import Score, ScoreJob, combine
 
 FAULTS = Path(__file__).parent / "plugins" / "faults.py"
 EXAMPLE = Example("test#0", "2+2?", "4", {}, "jsonl:test.jsonl")

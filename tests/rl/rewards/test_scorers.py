@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from thread_actors import SETTINGS, ThreadRoom
 
-from rl.data.tasks import Example
-from rl.rewards.config import RewardConfig
-from rl.rewards.pool import RewardPool
-from rl.rewards.process import RewardWorkerError
-from rl.rewards.scorers import Scorers
-from rl.rewards.scores import ScoreJob
+from reprise.rl.data.tasks import Example
+from reprise.rl.rewards.config import RewardConfig
+from reprise.rl.rewards.pool import RewardPool
+from reprise.rl.rewards.process import RewardWorkerError
+from reprise.rl.rewards.scorers import Scorers
+from reprise.rl.rewards.scores import ScoreJob
 
 PLUGINS = Path(__file__).parent / "plugins"
 CONFIG = RewardConfig(functions=("exact_match",), workers=1, deadline_s=60.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.data.reasoning_gym_tasks import EXACT_TASKS, SAFE_TASKS, open_procedural
+from reprise.rl.data.reasoning_gym_tasks import EXACT_TASKS, SAFE_TASKS, open_procedural
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "rewards.md"
 NUM_ENTRIES = 12

@@ -2,7 +2,7 @@
 
 import jax
 
-from rl.runtime import compilations
+from reprise.rl.runtime import compilations
 
 
 def test_only_a_new_program_is_counted():

@@ -10,7 +10,7 @@ from unittest import mock
 import jax
 import pytest
 
-from rl.runtime import devices
+from reprise.rl.runtime import devices
 
 ROOT = Path(__file__).parents[3]
 NODE = ["/dev/nvidia0"]

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from rl.runtime import host_memory
+from reprise.rl.runtime import host_memory
 
 GROWN = """
 import sys, threading
-from rl.runtime import host_memory
+from reprise.rl.runtime import host_memory
 
 def rss_mib():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from rl.runtime import parallel_compile
-from rl.runtime.parallel_compile import TooManyMappings, check_mappings, compile_all
+from reprise.rl.runtime import parallel_compile
+from reprise.rl.runtime.parallel_compile import TooManyMappings, check_mappings, compile_all
 
 
 class Program:

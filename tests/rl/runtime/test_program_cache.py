@@ -8,7 +8,7 @@ import stat
 import jax
 import pytest
 
-from rl.runtime import parallel_compile
+from reprise.rl.runtime import parallel_compile
 
 
 @pytest.fixture

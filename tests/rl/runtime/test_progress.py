@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-import rl
-from rl.runtime.progress import (
+from reprise import rl
+from reprise.rl.runtime.progress import (
     ErrorsOnly,
     Progress,
     RichProgress,

@@ -13,9 +13,9 @@ import time
 import pytest
 from waiting import wait_until
 
-from rl.runtime import progress, signals
-from rl.runtime.signals import EXPORTING, SAVING, Limits, Stopped, Watch
-from rl.runtime.waits import Deadline, Hang, code_line, result_of
+from reprise.rl.runtime import progress, signals
+from reprise.rl.runtime.signals import EXPORTING, SAVING, Limits, Stopped, Watch
+from reprise.rl.runtime.waits import Deadline, Hang, code_line, result_of
 
 TINY = Limits(hang_s=30.0, compile_s=30.0, stop_s=30.0)
 
@@ -177,7 +177,7 @@ def test_ctrl_c_before_there_is_a_run_is_one_line():
     """The package handles it before any other module of a command is imported."""
     code = (
         "import os, signal, sys; sys.argv = ['-m']; sys.orig_argv = ['python', '-m', 'rl.report'];"
-        "import rl; os.kill(os.getpid(), signal.SIGINT); print('still here')"
+        "import reprise.rl; os.kill(os.getpid(), signal.SIGINT); print('still here')"
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -27,27 +27,27 @@ import pytest
 from trajectories import trajectory
 from whole_steps import whole_steps
 
-from rl import setup as run_setup
-from rl.checkpoint import checkpointer
-from rl.drafter_training.spot_trainer import SpotTrainer
-from rl.engine.config import EngineConfig
-from rl.engine.rollout_spec import RolloutSpec
-from rl.rewards import pool as rewards
-from rl.rewards.config import RewardConfig
-from rl.rewards.process import RewardWorkerError
-from rl.runtime import signals
-from rl.runtime.parallel_compile import compile_all
-from rl.runtime.signals import STARTING, Limits, Watch
-from rl.runtime.waits import POLL_S, Deadline, Hang
-from rl.speculation import sources
-from rl.trajectory import Request, Trajectory
-from rl.workers import driver
-from rl.workers.config import SchedConfig
-from rl.workers.messages import WorkerError
-from rl.workers.multi_engine import MultiEngine
-from rl.workers.session import Session
-from spec.config import SamplingConfig
-from spec.reuse.rollout_cache import RolloutCache
+from reprise.rl import setup as run_setup
+from reprise.rl.checkpoint import checkpointer
+from reprise.rl.drafter_training.spot_trainer import SpotTrainer
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.rewards import pool as rewards
+from reprise.rl.rewards.config import RewardConfig
+from reprise.rl.rewards.process import RewardWorkerError
+from reprise.rl.runtime import signals
+from reprise.rl.runtime.parallel_compile import compile_all
+from reprise.rl.runtime.signals import STARTING, Limits, Watch
+from reprise.rl.runtime.waits import POLL_S, Deadline, Hang
+from reprise.rl.speculation import sources
+from reprise.rl.trajectory import Request, Trajectory
+from reprise.rl.workers import driver
+from reprise.rl.workers.config import SchedConfig
+from reprise.rl.workers.messages import WorkerError
+from reprise.rl.workers.multi_engine import MultiEngine
+from reprise.rl.workers.session import Session
+from reprise.spec.config import SamplingConfig
+from reprise.spec.reuse.rollout_cache import RolloutCache
 from tests.support import tiny_run
 
 LIMIT_S = 1.0  # a thread of a busy machine has run by then

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl.server.account import SMALL_BYTES, Account, Busy, Hold
+from reprise.rl.server.account import SMALL_BYTES, Account, Busy, Hold
 
 
 def test_large_requests_leave_room_for_small_ones():

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from rl.server.account import Account
-from rl.server.answers import OVERHEAD_BYTES, Answers
+from reprise.rl.server.account import Account
+from reprise.rl.server.answers import OVERHEAD_BYTES, Answers
 
 
 def run(coroutine):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rl.server import bodies
+from reprise.rl.server import bodies
 
 HUGE = 10**400
 

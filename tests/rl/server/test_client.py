@@ -11,13 +11,13 @@ import tinker
 from served import KEY, NAME, serve
 from tinker import types
 
-from rl import api
-from rl.config import TrainConfig
-from rl.gin.loader import load
-from rl.rollout import generate
-from rl.trajectory import Request
-from spec.config import SamplingConfig
-from spec.sampling import step_key
+from reprise.rl import api
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.loader import load
+from reprise.rl.rollout import generate
+from reprise.rl.trajectory import Request
+from reprise.spec.config import SamplingConfig
+from reprise.spec.sampling import step_key
 
 SETTINGS = (
     *("Policy.lora_rank=4", "Policy.lora_targets=('attention','mlp','head')", "Mesh.data=1"),

@@ -10,7 +10,7 @@ import time
 import pytest
 from idle_server import idle_server
 
-from rl.server import connections
+from reprise.rl.server import connections
 
 HALF_HEADER = b"POST /api/v1/asample HTTP/1.1\r\nHost: x\r\nContent-Le"
 HALF_BODY = b"POST /api/v1/create_session HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
@@ -80,8 +80,8 @@ def test_a_request_that_is_answered_later_has_none(place, monkeypatch):
     """As a poll for a result is."""
     monkeypatch.setattr(connections, "HEADER_S", 0.1)
     monkeypatch.setattr(connections, "BODY_S", 0.1)
-    monkeypatch.setattr("rl.server.app.LONG_POLL_S", 1.0)
-    monkeypatch.setattr("rl.server.answers.Answers.fetch", waits)
+    monkeypatch.setattr("reprise.rl.server.app.LONG_POLL_S", 1.0)
+    monkeypatch.setattr("reprise.rl.server.answers.Answers.fetch", waits)
     body = b'{"request_id": "a"}'
     head = b"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
     assert b"408 " in connect(place, head % len(body) + body).recv(1000)
@@ -95,7 +95,7 @@ async def waits(self, request_id, limit_s):
 
 def test_a_client_that_takes_no_answer_is_let_go(place, monkeypatch):
     monkeypatch.setattr(connections, "SEND_S", 0.2)
-    monkeypatch.setattr("rl.server.app.CLIENT_CONFIG", {"a": "x" * 2**25})
+    monkeypatch.setattr("reprise.rl.server.app.CLIENT_CONFIG", {"a": "x" * 2**25})
     one = connect(place, b"POST /api/v1/client/config HTTP/1.1\r\nHost: localhost\r\n\r\n")
     time.sleep(1.0)
     with pytest.raises(OSError):

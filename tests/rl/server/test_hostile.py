@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from served import KEY, NAME, call, serve
 
-from rl import api
-from rl.config import TrainConfig
-from rl.gin.loader import load
-from rl.server import requests
+from reprise.rl import api
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.loader import load
+from reprise.rl.server import requests
 from tests.hostile import server_sequences
 from tests.rl.server.test_client import SETTINGS
 

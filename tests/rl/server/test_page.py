@@ -16,9 +16,9 @@ import pytest
 from processes import child_environment
 from served import KEY, call
 
-from rl import serve
-from rl.runtime.exit_codes import EXIT_USAGE
-from rl.server.records import Records
+from reprise.rl import serve
+from reprise.rl.runtime.exit_codes import EXIT_USAGE
+from reprise.rl.server.records import Records
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
@@ -89,8 +89,8 @@ def test_the_page_trains_and_its_checkpoint_outlives_a_kill(tmp_path):
 def served(monkeypatch):
     """What is served, in place of an answer: nothing compiles."""
     found = []
-    monkeypatch.setattr("rl.server.app.make_app", lambda *given: found.append(given[0]))
-    monkeypatch.setattr("rl.stream.Stream.warm_up", lambda *_: None)
+    monkeypatch.setattr("reprise.rl.server.app.make_app", lambda *given: found.append(given[0]))
+    monkeypatch.setattr("reprise.rl.stream.Stream.warm_up", lambda *_: None)
     monkeypatch.setattr(serve, "_serve", lambda app, sock, args: 0)
     return found
 

@@ -9,8 +9,8 @@ import uuid
 
 import pytest
 
-from rl.server.account import Busy
-from rl.server.records import FILE, CheckpointPath, Records, no_space
+from reprise.rl.server.account import Busy
+from reprise.rl.server.records import FILE, CheckpointPath, Records, no_space
 
 
 def path_of(name):
@@ -213,7 +213,7 @@ def test_a_start_sweeps_what_a_kill_has_left(tmp_path):
 
 
 def test_the_file_is_written_anew_with_the_live_records(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl.server.records.SLACK_BYTES", 1000)
+    monkeypatch.setattr("reprise.rl.server.records.SLACK_BYTES", 1000)
     records = Records(tmp_path)
     records.put("sessions", "a", {"finished": False})
     for i in range(200):
@@ -244,7 +244,7 @@ def test_without_room_for_a_new_file_the_old_one_stays(tmp_path, monkeypatch):
 
 
 def test_records_after_a_compaction_whose_folder_cannot_be_synced_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl.server.records.SLACK_BYTES", 100)
+    monkeypatch.setattr("reprise.rl.server.records.SLACK_BYTES", 100)
     records = Records(tmp_path)
     records.put("sessions", "a", {"finished": False})
     failed = []

@@ -11,8 +11,8 @@ import time
 import pytest
 from idle_server import NAME, idle_server
 
-from rl.server import requests, wire
-from rl.server.wire import CONTENT_TYPE
+from reprise.rl.server import requests, wire
+from reprise.rl.server.wire import CONTENT_TYPE
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_a_client_that_hangs_up_in_its_body_leaves_no_traceback(place, account, 
 
 
 def test_a_client_that_leaves_its_poll_is_waited_for_no_longer(running, place, monkeypatch):
-    monkeypatch.setattr("rl.server.app.LONG_POLL_S", 3600.0)
+    monkeypatch.setattr("reprise.rl.server.app.LONG_POLL_S", 3600.0)
     service, live = running[0].state.service, []
     service.answers.open("never")
     fetch = service.answers.fetch

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl.server import service as module
-from rl.server import turns
-from rl.server.bodies import Unknown
-from rl.server.records import Records
-from rl.server.service import Busy, Gone, Served, Service
+from reprise.rl.server import service as module
+from reprise.rl.server import turns
+from reprise.rl.server.bodies import Unknown
+from reprise.rl.server.records import Records
+from reprise.rl.server.service import Busy, Gone, Served, Service
 
 LORA = {"rank": 4, "seed": 1}
 

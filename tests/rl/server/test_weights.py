@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl.server import weights as module
-from rl.server.records import SAMPLER, TRAINING, CheckpointPath, Records
-from rl.server.weights import Weights
+from reprise.rl.server import weights as module
+from reprise.rl.server.records import SAMPLER, TRAINING, CheckpointPath, Records
+from reprise.rl.server.weights import Weights
 
 
 class Policy:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tinker.proto import tinker_public_pb2 as theirs
 
-from rl.server import wire
+from reprise.rl.server import wire
 
 
 def test_the_clients_classes_have_our_fields():

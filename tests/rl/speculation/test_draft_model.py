@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import pytest
 from loop_runs import assert_same_run, finish, texts
 
-from models import hf, transformer
 from policies.make.characters import save_character_tokenizer
-from rl.config import TrainConfig
-from rl.gin.loader import load
-from rl.inputs import open_inputs
-from rl.speculation.config import DraftModelConfig
-from rl.speculation.device_drafters import DraftModel
+from reprise.models import hf, transformer
+from reprise.rl.config import TrainConfig
+from reprise.rl.gin.loader import load
+from reprise.rl.inputs import open_inputs
+from reprise.rl.speculation.config import DraftModelConfig
+from reprise.rl.speculation.device_drafters import DraftModel
 from tests.support import tiny_run
 
 DRAFTS = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4", "DraftModel.max_depth=3")

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 from thread_actors import SETTINGS, ThreadRoom
 
-from rl.cluster import ray_session
-from rl.config import TrainConfig
-from rl.config_checks import check_cluster
-from rl.gin.loader import load
-from rl.runtime.waits import ProgramLost
-from rl.speculation import history_workers
-from rl.speculation.config import SpeculationConfig
-from rl.speculation.history_workers import HistoryActor, HistoryWorkers, history_index
-from rl.speculation.sources import Speculation
-from spec.drafter import no_drafts
-from spec.retrieval.history import RULE, build_index
-from spec.retrieval.suffix_forest import Followers
-from spec.reuse.rollout_cache import RolloutCache, of_group
+from reprise.rl.cluster import ray_session
+from reprise.rl.config import TrainConfig
+from reprise.rl.config_checks import check_cluster
+from reprise.rl.gin.loader import load
+from reprise.rl.runtime.waits import ProgramLost
+from reprise.rl.speculation import history_workers
+from reprise.rl.speculation.config import SpeculationConfig
+from reprise.rl.speculation.history_workers import HistoryActor, HistoryWorkers, history_index
+from reprise.rl.speculation.sources import Speculation
+from reprise.spec.drafter import no_drafts
+from reprise.spec.retrieval.history import RULE, build_index
+from reprise.spec.retrieval.suffix_forest import Followers
+from reprise.spec.reuse.rollout_cache import RolloutCache, of_group
 
 SPECULATION = SpeculationConfig(budget="fixed:3", sources=("history",))
 KEYS = tuple(f"q{i}" for i in range(8))

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from trajectories import trajectory
 
-from rl.engine.stats import EngineStats
-from rl.speculation.config import MAX_SAMPLES, ReuseConfig, check_coupling
-from rl.speculation.reuse import Reuse, remember
-from rl.trajectory import Origin
-from spec.reuse.agreement import FIRST_RATE, Agreement, RunMisses, miss_rates
-from spec.reuse.renewal import Renewal, renewed_name
-from spec.reuse.rollout_cache import RolloutCache
-from spec.round_times import RunSeconds, StepSeconds
-from spec.sampling import NOISE_NAMES
+from reprise.rl.engine.stats import EngineStats
+from reprise.rl.speculation.config import MAX_SAMPLES, ReuseConfig, check_coupling
+from reprise.rl.speculation.reuse import Reuse, remember
+from reprise.rl.trajectory import Origin
+from reprise.spec.reuse.agreement import FIRST_RATE, Agreement, RunMisses, miss_rates
+from reprise.spec.reuse.renewal import Renewal, renewed_name
+from reprise.spec.reuse.rollout_cache import RolloutCache
+from reprise.spec.round_times import RunSeconds, StepSeconds
+from reprise.spec.sampling import NOISE_NAMES
 
 KEYS, PROMPTS, NUMBERS = ["a", "b"], [(1, 2, 3), (4, 5)], [7, 11]
 

@@ -5,16 +5,16 @@ import pytest
 from live_by_hand import live_texts
 from trajectories import trajectory
 
-from rl.speculation.config import SpeculationConfig
-from rl.speculation.reuse import remember
-from rl.speculation.sources import Speculation, history_rule
-from spec.budget.aimd import Aimd
-from spec.budget.budget import FixedBudget
-from spec.budget.goodput import Goodput
-from spec.drafter import Source
-from spec.retrieval.history import PAPER_RULE
-from spec.reuse.rollout_cache import RolloutCache
-from spec.round_times import RoundTimes
+from reprise.rl.speculation.config import SpeculationConfig
+from reprise.rl.speculation.reuse import remember
+from reprise.rl.speculation.sources import Speculation, history_rule
+from reprise.spec.budget.aimd import Aimd
+from reprise.spec.budget.budget import FixedBudget
+from reprise.spec.budget.goodput import Goodput
+from reprise.spec.drafter import Source
+from reprise.spec.retrieval.history import PAPER_RULE
+from reprise.spec.reuse.rollout_cache import RolloutCache
+from reprise.spec.round_times import RoundTimes
 
 PROMPTS = {"a": (1, 2, 3), "b": (4, 5)}
 KEYS = list(PROMPTS)

@@ -8,22 +8,22 @@ import numpy as np
 import pytest
 from shapes import ODD
 
-from models import transformer
-from models.config import MeshConfig
-from models.sharding import make_mesh
-from rl.engine import cache_ops
-from rl.engine.config import EngineConfig
-from rl.engine.engine import Engine
-from rl.speculation.config import DraftModelConfig
-from rl.speculation.device_drafters import DraftModel, LearnedDrafter, PerRunner
-from rl.warm_up.compile_buckets import lowered
-from rl.warm_up.rollout_programs import WHOLE_MODEL, Pool, Reach
-from spec.budget.budget import equal_trees
-from spec.config import SamplingConfig
-from spec.draft_cache.drafting import catch_up, draft
-from spec.eagle import model as eagle
-from spec.eagle.config import TreeConfig
-from spec.eagle.model import EagleWeights
+from reprise.models import transformer
+from reprise.models.config import MeshConfig
+from reprise.models.sharding import make_mesh
+from reprise.rl.engine import cache_ops
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.engine import Engine
+from reprise.rl.speculation.config import DraftModelConfig
+from reprise.rl.speculation.device_drafters import DraftModel, LearnedDrafter, PerRunner
+from reprise.rl.warm_up.compile_buckets import lowered
+from reprise.rl.warm_up.rollout_programs import WHOLE_MODEL, Pool, Reach
+from reprise.spec.budget.budget import equal_trees
+from reprise.spec.config import SamplingConfig
+from reprise.spec.draft_cache.drafting import catch_up, draft
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle.config import TreeConfig
+from reprise.spec.eagle.model import EagleWeights
 
 CONFIG = EngineConfig(
     slots=4, min_slots=2, min_positions=16, rounds_per_fetch=4, max_nodes=4, prefill_rows=2

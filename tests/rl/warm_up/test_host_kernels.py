@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spec.drafter import Source
+from reprise.spec.drafter import Source
 
 ROOT = Path(__file__).parents[3]
 
@@ -19,18 +19,18 @@ import gc, json
 import jax, numpy as np
 from numba.core.registry import CPUDispatcher
 from tests.support.tiny_run import MODEL as model
-from models import transformer
-from rl.engine.engine import Engine
-from rl.engine.config import EngineConfig
-from rl.warm_up.compile_buckets import compile_host_kernels
-from rl.speculation.reuse import remember
-from rl.speculation.sources import Speculation, SpeculationConfig
-from rl.rollout import generate
-from rl.trajectory import Request
-from spec.budget.budget import FixedBudget
-from spec.round_times import RoundTimes
-from spec.reuse.rollout_cache import RolloutCache
-from spec.sampling import SamplingConfig, step_key
+from reprise.models import transformer
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.warm_up.compile_buckets import compile_host_kernels
+from reprise.rl.speculation.reuse import remember
+from reprise.rl.speculation.sources import Speculation, SpeculationConfig
+from reprise.rl.rollout import generate
+from reprise.rl.trajectory import Request
+from reprise.spec.budget.budget import FixedBudget
+from reprise.spec.round_times import RoundTimes
+from reprise.spec.reuse.rollout_cache import RolloutCache
+from reprise.spec.sampling import SamplingConfig, step_key
 
 params = transformer.init(model, jax.random.key(0))
 engine = Engine(model, EngineConfig(slots=4, min_slots=4, max_nodes=4))
@@ -41,7 +41,7 @@ times = RoundTimes({s: 1.0 for s in sizes})
 
 def compiled():
     found = [x for x in gc.get_objects() if isinstance(x, CPUDispatcher)]
-    ours = [f for f in found if f.py_func.__module__.split(".")[0] in ("spec", "rl")]
+    ours = [f for f in found if f.py_func.__module__.startswith(("reprise.spec.", "reprise.rl."))]
     return {(f.py_func.__module__, f.py_func.__name__, str(s)) for f in ours for s in f.signatures}
 
 

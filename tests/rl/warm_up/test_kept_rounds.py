@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import pytest
 
-from rl.warm_up import kept_rounds
-from spec.round_times import RoundTimes
+from reprise.rl.warm_up import kept_rounds
+from reprise.spec.round_times import RoundTimes
 
 TIMES = RoundTimes({(4, 4, 64): 1.0, (4, 16, 64): 2.5})
 SHAPE = {"model": "small", "buckets": [[4, 4, 64], [4, 16, 64]]}

@@ -8,17 +8,17 @@ import pytest
 from loop_runs import counted_compilations
 from shapes import TINY
 
-from models import transformer
-from rl.engine.config import EngineConfig
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RolloutSpec
-from rl.runtime.signals import COMPILING, Watch
-from rl.trajectory import Request
-from rl.warm_up import round_times
-from rl.warm_up.compile_buckets import LongerBuckets
-from rl.warm_up.rollout_programs import Pool, Reach
-from spec.config import SamplingConfig
-from spec.sampling import step_key
+from reprise.models import transformer
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.runtime.signals import COMPILING, Watch
+from reprise.rl.trajectory import Request
+from reprise.rl.warm_up import round_times
+from reprise.rl.warm_up.compile_buckets import LongerBuckets
+from reprise.rl.warm_up.rollout_programs import Pool, Reach
+from reprise.spec.config import SamplingConfig
+from reprise.spec.sampling import step_key
 
 CONFIG = EngineConfig(
     slots=2, min_slots=2, min_positions=16, rounds_per_fetch=4, max_nodes=2, prefill_rows=1

@@ -5,12 +5,12 @@ import json
 import pytest
 import tiny_team
 
-from rl.engine.engine import Engine
-from rl.gin.loader import load
-from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
-from rl.simulate import SimulateRun, play
-from rl.warm_up import round_times, transfer_times
-from rl.warm_up.measured_run import (
+from reprise.rl.engine.engine import Engine
+from reprise.rl.gin.loader import load
+from reprise.rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
+from reprise.rl.simulate import SimulateRun, play
+from reprise.rl.warm_up import round_times, transfer_times
+from reprise.rl.warm_up.measured_run import (
     MoveTimes,
     read_moves,
     read_profile,
@@ -18,8 +18,8 @@ from rl.warm_up.measured_run import (
     write_moves,
     write_rounds,
 )
-from rl.warm_up.rollout_programs import Reach
-from spec.round_times import RoundTimes
+from reprise.rl.warm_up.rollout_programs import Reach
+from reprise.spec.round_times import RoundTimes
 
 TIMES = RoundTimes(
     {(4, 4, 64): 0.5, (4, 4, 128): 1.0}, {"eagle": {(4, 3, 64): 0.125, (4, 1, 64): 0.1}}

@@ -8,9 +8,9 @@ import pytest
 import tiny_team
 from shapes import one_size
 
-from rl.engine.engine import Engine
-from rl.warm_up import compile_buckets, round_times, transfer_times
-from rl.warm_up.rollout_programs import Reach, round_buckets
+from reprise.rl.engine.engine import Engine
+from reprise.rl.warm_up import compile_buckets, round_times, transfer_times
+from reprise.rl.warm_up.rollout_programs import Reach, round_buckets
 
 CONFIG = one_size(dataclasses.replace(tiny_team.CONFIG, min_slots=2, cache="pages", page_tokens=4))
 REACH = Reach(max_requests=4, max_prompt_tokens=16, speculative=True, moves=True)

@@ -11,21 +11,21 @@ import pytest
 from loop_runs import counted_compilations
 from shapes import TINY
 
-from models import transformer
-from rl.engine.config import EngineConfig
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RolloutSpec
-from rl.speculation.config import SpeculationConfig
-from rl.speculation.sources import Speculation
-from rl.trajectory import Request
-from rl.warm_up import compile_buckets, round_times, timed_fetches
-from rl.warm_up.rollout_programs import Reach, round_buckets
-from spec.budget.budget import plain
-from spec.budget.goodput import Goodput
-from spec.config import SamplingConfig
-from spec.reuse.prefix_rule import PrefixRule, parse_mode
-from spec.reuse.rollout_cache import CachedResponse
-from spec.sampling import step_key
+from reprise.models import transformer
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.speculation.config import SpeculationConfig
+from reprise.rl.speculation.sources import Speculation
+from reprise.rl.trajectory import Request
+from reprise.rl.warm_up import compile_buckets, round_times, timed_fetches
+from reprise.rl.warm_up.rollout_programs import Reach, round_buckets
+from reprise.spec.budget.budget import plain
+from reprise.spec.budget.goodput import Goodput
+from reprise.spec.config import SamplingConfig
+from reprise.spec.reuse.prefix_rule import PrefixRule, parse_mode
+from reprise.spec.reuse.rollout_cache import CachedResponse
+from reprise.spec.sampling import step_key
 
 CONFIG = EngineConfig(
     slots=2, min_slots=2, min_positions=16, rounds_per_fetch=4, max_nodes=2,

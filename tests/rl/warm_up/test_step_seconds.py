@@ -5,15 +5,21 @@ import dataclasses
 import numpy as np
 import pytest
 
-from models.folder import Folder
-from rl.engine.stats import RoundRecord
-from rl.runtime.run_files import SECONDS_FILE
-from rl.speculation.config import SpeculationConfig
-from rl.speculation.sources import Speculation
-from rl.warm_up.step_seconds import SecondsRecord, after_step, at_its_pace, go_on, step_seconds
-from spec.reuse.prefix_rule import parse_mode
-from spec.reuse.rollout_cache import RolloutCache, of_group
-from spec.round_times import RoundTimes, StepSeconds
+from reprise.models.folder import Folder
+from reprise.rl.engine.stats import RoundRecord
+from reprise.rl.runtime.run_files import SECONDS_FILE
+from reprise.rl.speculation.config import SpeculationConfig
+from reprise.rl.speculation.sources import Speculation
+from reprise.rl.warm_up.step_seconds import (
+    SecondsRecord,
+    after_step,
+    at_its_pace,
+    go_on,
+    step_seconds,
+)
+from reprise.spec.reuse.prefix_rule import parse_mode
+from reprise.spec.reuse.rollout_cache import RolloutCache, of_group
+from reprise.spec.round_times import RoundTimes, StepSeconds
 
 PLAIN, DRAFTED = (4, 4, 64), (4, 16, 64)
 TIMES = RoundTimes({PLAIN: 7.0, DRAFTED: 1.0})
@@ -127,7 +133,7 @@ def play(speculation, folder, steps, first=1):
 @pytest.fixture
 def always_lost(monkeypatch):
     monkeypatch.setattr(
-        "rl.warm_up.step_seconds.step_seconds",
+        "reprise.rl.warm_up.step_seconds.step_seconds",
         lambda rounds, times, has_history: dataclasses.replace(LOSS, has_history=has_history),
     )
 
@@ -218,7 +224,7 @@ def test_reuse_that_loses_is_told_once_and_after_a_resume_not_again(
     monkeypatch, tmp_path, mode, end
 ):
     lost = StepSeconds(10.0, 0.0, {}, True, -2.0)
-    monkeypatch.setattr("rl.warm_up.step_seconds.step_seconds", lambda *_: lost)
+    monkeypatch.setattr("reprise.rl.warm_up.step_seconds.step_seconds", lambda *_: lost)
     said, mode = [], parse_mode(mode)
     speculation, record = losing(budget="off", sources=()), SecondsRecord(Folder(tmp_path))
     for step in range(1, 5):

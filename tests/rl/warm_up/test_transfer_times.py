@@ -8,13 +8,13 @@ import tiny_team
 from replay import RecordedTeam
 from tiny_team import PARAMS, assert_same_tokens, play, starts
 
-from rl.engine.engine import Engine
-from rl.warm_up import transfer_times
-from rl.warm_up.measured_run import read_moves
-from rl.warm_up.rollout_programs import Reach
-from rl.warm_up.transfer_times import MoveTimes, measure
-from rl.workers.config import SchedConfig
-from sched.request import Kv
+from reprise.rl.engine.engine import Engine
+from reprise.rl.warm_up import transfer_times
+from reprise.rl.warm_up.measured_run import read_moves
+from reprise.rl.warm_up.rollout_programs import Reach
+from reprise.rl.warm_up.transfer_times import MoveTimes, measure
+from reprise.rl.workers.config import SchedConfig
+from reprise.sched.request import Kv
 
 
 def test_the_faster_of_copy_and_recomputation_by_bucket():

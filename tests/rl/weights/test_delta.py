@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.weights import delta
+from reprise.rl.weights import delta
 
 DTYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
 

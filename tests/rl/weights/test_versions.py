@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from ray_workers_in_threads import Store
 
-from rl.weights.versions import DamagedWeights, Published, WeightCopy
+from reprise.rl.weights.versions import DamagedWeights, Published, WeightCopy
 
 
 @jax.tree_util.register_dataclass

@@ -13,14 +13,14 @@ import rollouts
 from replay import RecordedAhead
 from tiny_team import CONFIG, KEY, MODEL, PARAMS, REQUESTS, SAMPLING, STOP, assert_same_tokens
 
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RolloutSpec, no_drafts
-from rl.workers.ahead_engine import AHEAD, ComingStep
-from rl.workers.config import SchedConfig
-from rl.workers.messages import WorkerError
-from rl.workers.multi_engine import Helpers
-from sched.protocol import Copy
-from spec.sampling import step_key
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import RolloutSpec, no_drafts
+from reprise.rl.workers.ahead_engine import AHEAD, ComingStep
+from reprise.rl.workers.config import SchedConfig
+from reprise.rl.workers.messages import WorkerError
+from reprise.rl.workers.multi_engine import Helpers
+from reprise.sched.protocol import Copy
+from reprise.spec.sampling import step_key
 
 NEXT = step_key(0, 1)
 LONGEST = max(len(r.prompt_ids) for r in REQUESTS) + SAMPLING.max_new_tokens
@@ -153,7 +153,7 @@ def test_an_error_ahead_of_the_step_is_raised_where_results_are_asked_for(monkey
 
 
 def test_requests_that_are_begun_have_the_noise_of_their_own_step():
-    from spec.sampling import noise_names
+    from reprise.spec.sampling import noise_names
 
     ids = np.array([0, 5, 2**31 - 1])
     assert (noise_names(ids + AHEAD) == ids).all()

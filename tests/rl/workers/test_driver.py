@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manual_workers import arrays, manual_driver
 
-from rl.engine.rollout_spec import RolloutSpec
-from rl.runtime.waits import ProgramLost
-from rl.trajectory import Request, Trajectory
-from rl.workers.messages import Deferred, Returned, WorkerError
-from sched.policies.divided import make_scheduler
-from sched.policies.fastest_of_n import FastestOfN
-from sched.policies.histopipe import HistoPipe, HistoPipeConfig
-from sched.policies.steps import Ahead, StepOrder
-from sched.protocol import ChunkDone, Copy, Drop, Start, WorkerLost
-from sched.request import Kv
-from spec.config import SamplingConfig
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.runtime.waits import ProgramLost
+from reprise.rl.trajectory import Request, Trajectory
+from reprise.rl.workers.messages import Deferred, Returned, WorkerError
+from reprise.sched.policies.divided import make_scheduler
+from reprise.sched.policies.fastest_of_n import FastestOfN
+from reprise.sched.policies.histopipe import HistoPipe, HistoPipeConfig
+from reprise.sched.policies.steps import Ahead, StepOrder
+from reprise.sched.protocol import ChunkDone, Copy, Drop, Start, WorkerLost
+from reprise.sched.request import Kv
+from reprise.spec.config import SamplingConfig
 
 SPEC = RolloutSpec(None, SamplingConfig(max_new_tokens=40), None)
 CHUNK = 4

@@ -5,10 +5,10 @@ import threading
 import numpy as np
 import pytest
 
-from rl.runtime.waits import ProgramLost
-from rl.workers import group_drafts
-from rl.workers.group_drafts import MAX_ROLLOUTS, GroupDrafts, SharedDrafts
-from spec.retrieval.group import GroupDrafter
+from reprise.rl.runtime.waits import ProgramLost
+from reprise.rl.workers import group_drafts
+from reprise.rl.workers.group_drafts import MAX_ROLLOUTS, GroupDrafts, SharedDrafts
+from reprise.spec.retrieval.group import GroupDrafter
 
 
 def tokens(*ids):

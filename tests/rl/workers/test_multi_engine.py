@@ -19,15 +19,15 @@ from tiny_team import (
     workers,
 )
 
-from rl.engine.engine import Engine
-from rl.workers import multi_engine
-from rl.workers.config import SchedConfig
-from rl.workers.messages import WorkerError
-from rl.workers.multi_engine import make_engines
-from rl.workers.pool import ThreadPlace
-from sched.policies.divided import make_scheduler
-from sched.protocol import ChunkDone, Finished
-from sched.request import Kv
+from reprise.rl.engine.engine import Engine
+from reprise.rl.workers import multi_engine
+from reprise.rl.workers.config import SchedConfig
+from reprise.rl.workers.messages import WorkerError
+from reprise.rl.workers.multi_engine import make_engines
+from reprise.rl.workers.pool import ThreadPlace
+from reprise.sched.policies.divided import make_scheduler
+from reprise.sched.protocol import ChunkDone, Finished
+from reprise.sched.request import Kv
 
 
 @pytest.mark.parity

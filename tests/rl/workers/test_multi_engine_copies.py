@@ -19,16 +19,16 @@ from tiny_team import (
     workers,
 )
 
-from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RolloutSpec
-from rl.workers.multi_engine import Helpers
-from sched.protocol import Copy, Drop, Finished
-from sched.request import Kv, copy_of
-from spec.budget.budget import FixedBudget
-from spec.decoupled.copies import CopiesDrafter, Progress
-from spec.drafter import Source
-from spec.retrieval.suffix_drafter import NgramDrafter
-from spec.reuse.prefix_rule import PrefixRule, parse_mode
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.workers.multi_engine import Helpers
+from reprise.sched.protocol import Copy, Drop, Finished
+from reprise.sched.request import Kv, copy_of
+from reprise.spec.budget.budget import FixedBudget
+from reprise.spec.decoupled.copies import CopiesDrafter, Progress
+from reprise.spec.drafter import Source
+from reprise.spec.retrieval.suffix_drafter import NgramDrafter
+from reprise.spec.reuse.prefix_rule import PrefixRule, parse_mode
 
 LIMIT_S = 60.0  # of a wait for another worker: rounds take milliseconds
 LONG = [r for r in REQUESTS if r.group_id == 0]  # of one worker, under group_fifo

@@ -21,13 +21,13 @@ from tiny_team import (
     workers,
 )
 
-from rl.engine.rollout_spec import RolloutSpec
-from rl.trajectory import Origin, Request
-from spec.budget.budget import FixedBudget
-from spec.config import SamplingConfig
-from spec.drafter import Drafter
-from spec.retrieval.group import DraftServer, GroupDrafter
-from spec.reuse.prefix_rule import PrefixRule, parse_mode
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.trajectory import Origin, Request
+from reprise.spec.budget.budget import FixedBudget
+from reprise.spec.config import SamplingConfig
+from reprise.spec.drafter import Drafter
+from reprise.spec.retrieval.group import DraftServer, GroupDrafter
+from reprise.spec.reuse.prefix_rule import PrefixRule, parse_mode
 
 
 class Told(Drafter):

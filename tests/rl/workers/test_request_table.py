@@ -2,11 +2,11 @@
 
 from types import SimpleNamespace
 
-from rl.engine.stats import PoolCounts
-from rl.trajectory import PartialRequest, Request
-from rl.workers.request_table import RequestTable
-from sched.protocol import Start
-from sched.request import Kv
+from reprise.rl.engine.stats import PoolCounts
+from reprise.rl.trajectory import PartialRequest, Request
+from reprise.rl.workers.request_table import RequestTable
+from reprise.sched.protocol import Start
+from reprise.sched.request import Kv
 
 
 def test_keys_and_values_that_move_or_are_dropped_are_counted():

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from random_cluster import AheadCluster
 
-from sched.policies.divided import ContextAware, Divided, Fifo
-from sched.policies.group_fifo import GroupFifo
-from sched.policies.steps import Ahead
-from sched.protocol import (
+from reprise.sched.policies.divided import ContextAware, Divided, Fifo
+from reprise.sched.policies.group_fifo import GroupFifo
+from reprise.sched.policies.steps import Ahead
+from reprise.sched.protocol import (
     ChunkDone,
     Drop,
     Finished,
@@ -24,7 +24,7 @@ from sched.protocol import (
     Trained,
     WorkerJoined,
 )
-from sched.request import Kv, RequestSpec
+from reprise.sched.request import Kv, RequestSpec
 
 BEGUN = 100  # added to the numbers of what is begun
 

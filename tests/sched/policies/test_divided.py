@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sched.policies.divided import ContextAware, Divided, Fifo, LongestKnown
-from sched.protocol import ChunkDone, Finished, Start, Submitted, WorkerJoined, WorkerLost
-from sched.request import Kv, RequestSpec
+from reprise.sched.policies.divided import ContextAware, Divided, Fifo, LongestKnown
+from reprise.sched.protocol import ChunkDone, Finished, Start, Submitted, WorkerJoined, WorkerLost
+from reprise.sched.request import Kv, RequestSpec
 
 
 def requests(*groups, prompt=2, limit=100, known=None):

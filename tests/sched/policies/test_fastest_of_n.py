@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sched.policies.divided import Divided, Fifo
-from sched.policies.fastest_of_n import FastestOfN
-from sched.policies.steps import Ahead
-from sched.protocol import (
+from reprise.sched.policies.divided import Divided, Fifo
+from reprise.sched.policies.fastest_of_n import FastestOfN
+from reprise.sched.policies.steps import Ahead
+from reprise.sched.protocol import (
     ChunkDone,
     Copy,
     Drop,
@@ -19,7 +19,7 @@ from sched.protocol import (
     WorkerJoined,
     WorkerLost,
 )
-from sched.request import COPIES, MAX_COPIES, Kv, RequestSpec, copy_of
+from reprise.sched.request import COPIES, MAX_COPIES, Kv, RequestSpec, copy_of
 
 
 def scheduler(workers=2, inner=None, max_requests=4, kv_tokens=1000, **options):

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from random_cluster import AheadCluster, CopiesCluster, random_work
 
-from sched.policies.divided import ORDERS, Divided, Fifo
-from sched.policies.fastest_of_n import FastestOfN
-from sched.policies.group_fifo import GroupFifo
-from sched.policies.steps import Ahead
-from sched.request import RequestSpec
+from reprise.sched.policies.divided import ORDERS, Divided, Fifo
+from reprise.sched.policies.fastest_of_n import FastestOfN
+from reprise.sched.policies.group_fifo import GroupFifo
+from reprise.sched.policies.steps import Ahead
+from reprise.sched.request import RequestSpec
 
 
 def play(scheduler, name, rng, budgeted, most_requests):

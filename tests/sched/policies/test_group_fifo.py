@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sched.policies.group_fifo import GroupFifo
-from sched.protocol import Submitted, WorkerJoined, WorkerLost
-from sched.request import RequestSpec
+from reprise.sched.policies.group_fifo import GroupFifo
+from reprise.sched.protocol import Submitted, WorkerJoined, WorkerLost
+from reprise.sched.request import RequestSpec
 
 
 def begun(workers, **more):

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sched.policies.group_fifo import GroupFifo
-from sched.policies.histopipe import (
+from reprise.sched.policies.group_fifo import GroupFifo
+from reprise.sched.policies.histopipe import (
     HistoPipe,
     HistoPipeConfig,
     Pace,
@@ -18,8 +18,8 @@ from sched.policies.histopipe import (
     tau_of,
     two_tiers,
 )
-from sched.policies.steps import StepOrder
-from sched.protocol import (
+from reprise.sched.policies.steps import StepOrder
+from reprise.sched.protocol import (
     ChunkDone,
     Defer,
     Finished,
@@ -29,7 +29,7 @@ from sched.protocol import (
     WorkerJoined,
     WorkerLost,
 )
-from sched.request import Kv, RequestSpec
+from reprise.sched.request import Kv, RequestSpec
 
 LIMIT = 1000
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from random_cluster import RandomCluster, random_work
 
-from sched.policies.divided import SPARE, ContextAware, Divided, Fifo, LazyHeap
-from sched.request import Status
+from reprise.sched.policies.divided import SPARE, ContextAware, Divided, Fifo, LazyHeap
+from reprise.sched.request import Status
 
 SEQUENCES = 60  # of each scheduler
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from random_cluster import RandomCluster, random_steps, random_work
 
-from sched.policies.divided import ORDERS, Divided
-from sched.policies.group_fifo import GroupFifo
-from sched.policies.histopipe import HistoPipe, HistoPipeConfig
-from sched.policies.steps import StepOrder
+from reprise.sched.policies.divided import ORDERS, Divided
+from reprise.sched.policies.group_fifo import GroupFifo
+from reprise.sched.policies.histopipe import HistoPipe, HistoPipeConfig
+from reprise.sched.policies.steps import StepOrder
 
 SEQUENCES = 100  # of each scheduler
 

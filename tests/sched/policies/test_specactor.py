@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sched.policies.specactor import (
+from reprise.sched.policies.specactor import (
     Acceptance,
     Prices,
     Profile,

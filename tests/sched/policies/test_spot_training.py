@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sched.policies.spot_training import SpotCoordinator
+from reprise.sched.policies.spot_training import SpotCoordinator
 
 
 def begun(workers=3, min_idle_workers=1, data=True):

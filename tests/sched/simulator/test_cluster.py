@@ -7,14 +7,14 @@ import collections
 import numpy as np
 import pytest
 
-from sched.policies.divided import POLICIES, Divided, Fifo, make_scheduler
-from sched.policies.group_fifo import GroupFifo
-from sched.protocol import Start, Submitted, WorkerJoined
-from sched.request import Kv, RequestSpec
-from sched.simulator.cluster import Cluster, Simulation
-from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
-from sched.simulator.worker import RoundModel, RoundPlan
-from sched.simulator.workloads import Workload, draw_lengths, make_requests
+from reprise.sched.policies.divided import POLICIES, Divided, Fifo, make_scheduler
+from reprise.sched.policies.group_fifo import GroupFifo
+from reprise.sched.protocol import Start, Submitted, WorkerJoined
+from reprise.sched.request import Kv, RequestSpec
+from reprise.sched.simulator.cluster import Cluster, Simulation
+from reprise.sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
+from reprise.sched.simulator.worker import RoundModel, RoundPlan
+from reprise.sched.simulator.workloads import Workload, draw_lengths, make_requests
 from tests.support.steady_rounds import STEADY
 
 

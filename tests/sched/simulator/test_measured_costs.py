@@ -2,11 +2,11 @@
 
 import pytest
 
-from sched.policies.divided import make_scheduler
-from sched.request import RequestSpec
-from sched.simulator.cluster import Cluster, Simulation
-from sched.simulator.measured_costs import MeasuredCosts
-from sched.simulator.roofline import Costs
+from reprise.sched.policies.divided import make_scheduler
+from reprise.sched.request import RequestSpec
+from reprise.sched.simulator.cluster import Cluster, Simulation
+from reprise.sched.simulator.measured_costs import MeasuredCosts
+from reprise.sched.simulator.roofline import Costs
 
 ROUNDS = {(4, 4, 64): 2.0, (4, 4, 128): 3.0, (8, 8, 64): 5.0, (8, 8, 128): 5.0, (4, 16, 64): 9.0}
 MOVES = {15: (1.0, 2.0), 63: (4.0, 3.0)}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sched.simulator.roofline import (
+from reprise.sched.simulator.roofline import (
     ACCELERATORS,
     MODELS,
     Accelerator,

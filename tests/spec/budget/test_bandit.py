@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from rl.checkpoint import contents
-from spec.budget.bandit import BegMab, Strategy
-from spec.budget.config import TunerConfig
+from reprise.rl.checkpoint import contents
+from reprise.spec.budget.bandit import BegMab, Strategy
+from reprise.spec.budget.config import TunerConfig
 
 
 def strategy(name, verify_tokens):

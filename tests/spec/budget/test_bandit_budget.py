@@ -5,11 +5,11 @@ import pytest
 from drafts_by_hand import NO_DRAFT, chain, stack
 from live_by_hand import live_slots
 
-from spec.budget.bandit import PLAIN, BanditBudget, make_bandit, node_counts, strategies
-from spec.budget.config import TunerConfig
-from spec.budget.union import DrafterUnion
-from spec.drafter import Acceptance, Drafter, Source, no_drafts
-from spec.round_times import RoundTimes
+from reprise.spec.budget.bandit import PLAIN, BanditBudget, make_bandit, node_counts, strategies
+from reprise.spec.budget.config import TunerConfig
+from reprise.spec.budget.union import DrafterUnion
+from reprise.spec.drafter import Acceptance, Drafter, Source, no_drafts
+from reprise.spec.round_times import RoundTimes
 
 CONFIG = TunerConfig(thresholds=(1, 5), verify_tokens=(3, 1), depths=(2, 4), epsilon=0.0)
 DEEPEST = {"learned": 4, "model": 4}

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from drafts_by_hand import drafts
 
-from spec.budget.aimd import Aimd, next_windows
-from spec.budget.budget import FixedBudget, best_by_size
-from spec.budget.goodput import Goodput, make_budget
-from spec.drafter import Acceptance, LiveSlots, Source, no_drafts, round_acceptance
-from spec.round_times import RoundTimes
+from reprise.spec.budget.aimd import Aimd, next_windows
+from reprise.spec.budget.budget import FixedBudget, best_by_size
+from reprise.spec.budget.goodput import Goodput, make_budget
+from reprise.spec.drafter import Acceptance, LiveSlots, Source, no_drafts, round_acceptance
+from reprise.spec.round_times import RoundTimes
 
 
 def live(num, first_id=0):

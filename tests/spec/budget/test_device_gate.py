@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from live_by_hand import live_slots
 
-from spec.budget.config import LEARNED, MODEL
-from spec.budget.goodput import DeviceDraftGate
-from spec.drafter import Source, no_drafts
-from spec.round_times import RoundTimes
+from reprise.spec.budget.config import LEARNED, MODEL
+from reprise.spec.budget.goodput import DeviceDraftGate
+from reprise.spec.drafter import Source, no_drafts
+from reprise.spec.round_times import RoundTimes
 
 # a round of 4 nodes takes 2 seconds; the drafter takes 1 more
 TIMES = RoundTimes({(4, 4, 64): 2.0}, {LEARNED: {(4, 3, 64): 1.0}})

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from drafts_by_hand import drafts
 
-from spec.budget.union import RETRY_ROUNDS, DrafterUnion, merge
-from spec.drafter import Drafter, Drafts, LiveSlots, Source, plain_acceptance
+from reprise.spec.budget.union import RETRY_ROUNDS, DrafterUnion, merge
+from reprise.spec.drafter import Drafter, Drafts, LiveSlots, Source, plain_acceptance
 
 
 def paths(tree: Drafts, a: int) -> dict[tuple[int, ...], float]:

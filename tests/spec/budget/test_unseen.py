@@ -5,14 +5,14 @@ import pytest
 from drafts_by_hand import chain, stack
 from live_by_hand import live_slots
 
-from spec.budget.aimd import Aimd
-from spec.budget.bandit import BanditBudget, make_bandit
-from spec.budget.budget import FixedBudget, SeeingBudget
-from spec.budget.config import TunerConfig
-from spec.budget.goodput import REPEATS, Goodput
-from spec.budget.union import DrafterUnion
-from spec.drafter import Acceptance, Drafter, Source
-from spec.round_times import RoundTimes
+from reprise.spec.budget.aimd import Aimd
+from reprise.spec.budget.bandit import BanditBudget, make_bandit
+from reprise.spec.budget.budget import FixedBudget, SeeingBudget
+from reprise.spec.budget.config import TunerConfig
+from reprise.spec.budget.goodput import REPEATS, Goodput
+from reprise.spec.budget.union import DrafterUnion
+from reprise.spec.drafter import Acceptance, Drafter, Source
+from reprise.spec.round_times import RoundTimes
 
 B, SIZES = 4, [8, 16, 32]
 TIMES = RoundTimes({(B, m, 64): 1.0 for m in (B, *SIZES)})

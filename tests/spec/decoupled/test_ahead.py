@@ -6,7 +6,7 @@ from fake_ahead import CountsOn, commit
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec.decoupled.ahead import (
+from reprise.spec.decoupled.ahead import (
     DECAY,
     PRIOR_DRAFTS,
     PRIOR_PROB,
@@ -15,7 +15,7 @@ from spec.decoupled.ahead import (
     FreeRunning,
     cases_tree,
 )
-from spec.decoupled.messages import DraftPlan
+from reprise.spec.decoupled.messages import DraftPlan
 
 COUPLED = DraftPlan(3, decoupled=False)
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live_by_hand import live_texts
 
-from sched.request import COPIES, copy_of
-from spec.decoupled.copies import SURE, CopiesDrafter, Progress
-from spec.drafter import Acceptance, LiveSlots, Source
+from reprise.sched.request import COPIES, copy_of
+from reprise.spec.decoupled.copies import SURE, CopiesDrafter, Progress
+from reprise.spec.drafter import Acceptance, LiveSlots, Source
 
 
 def array(*tokens):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from live_by_hand import live_texts
 
-from spec.config import SamplingConfig
-from spec.decoupled.drafter import DecoupledDrafter, OnePlan
-from spec.decoupled.messages import Block, DraftPlan
-from spec.drafter import Acceptance, Source, no_drafts
+from reprise.spec.config import SamplingConfig
+from reprise.spec.decoupled.drafter import DecoupledDrafter, OnePlan
+from reprise.spec.decoupled.messages import Block, DraftPlan
+from reprise.spec.drafter import Acceptance, Source, no_drafts
 
 PLAN = DraftPlan(4)
 

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live_by_hand import live_texts
 
-from spec.decoupled import drafter as received
-from spec.decoupled.drafter import FIRST_NODES, ReceivedBlocks
-from spec.decoupled.messages import Block
-from spec.drafter import Source
+from reprise.spec.decoupled import drafter as received
+from reprise.spec.decoupled.drafter import FIRST_NODES, ReceivedBlocks
+from reprise.spec.decoupled.messages import Block
+from reprise.spec.drafter import Source
 
 
 def block(base, *nodes, request=0, round=1):

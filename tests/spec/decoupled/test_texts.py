@@ -6,8 +6,8 @@ from fake_ahead import commit
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec.decoupled.ahead import RequestTexts
-from spec.decoupled.messages import DraftPlan
+from reprise.spec.decoupled.ahead import RequestTexts
+from reprise.spec.decoupled.messages import DraftPlan
 
 
 def texts_with(*tokens, assumed=(), prob=None, rows=2):

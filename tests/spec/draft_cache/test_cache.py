@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from draft_model_reference import LONGEST, MODEL, POLICY, Host
 
-from rl.engine.config import EngineConfig
-from spec.config import SamplingConfig
-from spec.draft_cache import cache as draft_cache
-from spec.draft_cache.cache import DraftCache, PassSizes
-from spec.draft_cache.drafting import END_COLUMNS
+from reprise.rl.engine.config import EngineConfig
+from reprise.spec.config import SamplingConfig
+from reprise.spec.draft_cache import cache as draft_cache
+from reprise.spec.draft_cache.cache import DraftCache, PassSizes
+from reprise.spec.draft_cache.drafting import END_COLUMNS
 
 BUCKETS = EngineConfig(slots=8, min_slots=2, min_positions=16)
 GIVEN = "weights", ()

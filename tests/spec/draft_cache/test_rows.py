@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from live_by_hand import live_texts
 
-from spec.draft_cache.rows import NO_OWNER, CachedRows, RowPages
+from reprise.spec.draft_cache.rows import NO_OWNER, CachedRows, RowPages
 
 
 def live(texts, prompt_tokens=1):

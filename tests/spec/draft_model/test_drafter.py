@@ -21,17 +21,17 @@ from draft_model_reference import (
     slowly,
 )
 
-from models import kv_cache, transformer
-from models.config import MeshConfig
-from models.sharding import make_mesh, param_shardings
-from spec.config import SamplingConfig
-from spec.draft_cache import cache as draft_cache
-from spec.draft_cache import drafter as caching_drafter
-from spec.draft_cache import drafting
-from spec.draft_cache.drafting import CHUNK_COLUMNS, END_COLUMNS
-from spec.draft_cache.rows import CachedRows
-from spec.draft_model.drafter import PRIOR_DRAFTS, PRIOR_PROB, ChainDrafting
-from spec.drafter import PADDING, Source
+from reprise.models import kv_cache, transformer
+from reprise.models.config import MeshConfig
+from reprise.models.sharding import make_mesh, param_shardings
+from reprise.spec.config import SamplingConfig
+from reprise.spec.draft_cache import cache as draft_cache
+from reprise.spec.draft_cache import drafter as caching_drafter
+from reprise.spec.draft_cache import drafting
+from reprise.spec.draft_cache.drafting import CHUNK_COLUMNS, END_COLUMNS
+from reprise.spec.draft_cache.rows import CachedRows
+from reprise.spec.draft_model.drafter import PRIOR_DRAFTS, PRIOR_PROB, ChainDrafting
+from reprise.spec.drafter import PADDING, Source
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -25,10 +25,10 @@ from eagle_folders import (
 )
 from safetensors.numpy import load_file
 
-from models import hf, transformer
-from spec.eagle import files as eagle_files
-from spec.eagle import model as eagle
-from spec.eagle.model import EagleWeights
+from reprise.models import hf, transformer
+from reprise.spec.eagle import files as eagle_files
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle.model import EagleWeights
 
 
 @pytest.fixture(autouse=True)

@@ -23,9 +23,9 @@ from eagle_folders import (
 )
 from safetensors.numpy import load_file
 
-from spec.eagle import files as eagle_files
-from spec.eagle import model as eagle
-from spec.eagle.model import EagleWeights
+from reprise.spec.eagle import files as eagle_files
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle.model import EagleWeights
 
 
 @pytest.fixture(autouse=True)

@@ -15,15 +15,15 @@ import pytest
 from drafters_by_hand import as_float64, drafter, hidden_states, packed, written_out_loss
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models import layers
-from models.config import MeshConfig
-from models.layout import RULES
-from models.sharding import make_mesh, param_shardings
-from spec.eagle import model as eagle
-from spec.eagle import training as training_module
-from spec.eagle.config import VARIANTS, DrafterTrainingConfig, Variant
-from spec.eagle.training import apply, gradients, state_of
-from spec.eagle.training_data import pack
+from reprise.models import layers
+from reprise.models.config import MeshConfig
+from reprise.models.layout import RULES
+from reprise.models.sharding import make_mesh, param_shardings
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle import training as training_module
+from reprise.spec.eagle.config import VARIANTS, DrafterTrainingConfig, Variant
+from reprise.spec.eagle.training import apply, gradients, state_of
+from reprise.spec.eagle.training_data import pack
 
 ONE = np.float32(1)
 # eagle3 with three steps of its seven, each of which costs a compilation; hass with a token loss

@@ -12,10 +12,10 @@ from caught_by_hand import buffer, bytes_of, drawn, equal, held, lengths, mixed,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.checkpoint import contents
-from spec.eagle import training_data
-from spec.eagle.config import DataBufferConfig
-from spec.eagle.training_data import RequestSample
+from reprise.rl.checkpoint import contents
+from reprise.spec.eagle import training_data
+from reprise.spec.eagle.config import DataBufferConfig
+from reprise.spec.eagle.training_data import RequestSample
 
 
 def test_sequences_are_copied_and_cannot_be_written_to():

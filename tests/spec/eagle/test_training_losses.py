@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from programs import largest_array
 
-from models.config import ModelConfig
-from spec.eagle import model as eagle
-from spec.eagle import training
-from spec.eagle.model import SharedParams
-from spec.eagle.training import unrolled_outputs
+from reprise.models.config import ModelConfig
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle import training
+from reprise.spec.eagle.model import SharedParams
+from reprise.spec.eagle.training import unrolled_outputs
 
 # D = V = 2 with the identity as head: states are logits. Norm eps 0.
 TINY = ModelConfig("llama", 2, 2, 1, 1, 1, 2, 2, norm_eps=0.0)

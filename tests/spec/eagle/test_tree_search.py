@@ -10,17 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import kv_cache, transformer
-from models.attention import attend, causal_mask
-from models.config import ModelConfig
-from spec import sampling
-from spec.draft_cache import drafting
-from spec.draft_cache.drafting import END_COLUMNS
-from spec.eagle import model as eagle
-from spec.eagle.config import EagleConfig
-from spec.eagle.drafter import TreeDrafting
-from spec.eagle.model import DeviceWeights
-from spec.eagle.tree_search import Search
+from reprise.models import kv_cache, transformer
+from reprise.models.attention import attend, causal_mask
+from reprise.models.config import ModelConfig
+from reprise.spec import sampling
+from reprise.spec.draft_cache import drafting
+from reprise.spec.draft_cache.drafting import END_COLUMNS
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle.config import EagleConfig
+from reprise.spec.eagle.drafter import TreeDrafting
+from reprise.spec.eagle.model import DeviceWeights
+from reprise.spec.eagle.tree_search import Search
 
 POLICY = ModelConfig(
     "qwen3", 23, 16, 4, 4, 2, 8, 24, qk_norm=True, tied_embeddings=True, max_positions=64

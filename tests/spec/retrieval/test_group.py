@@ -6,10 +6,10 @@ import time
 import pytest
 from live_by_hand import drafts, ids, live_texts
 
-from spec.budget.union import DrafterUnion
-from spec.retrieval.group import DraftServer, GroupDrafter
-from spec.retrieval.suffix_drafter import NgramDrafter
-from spec.retrieval.suffix_forest import ProposalRule
+from reprise.spec.budget.union import DrafterUnion
+from reprise.spec.retrieval.group import DraftServer, GroupDrafter
+from reprise.spec.retrieval.suffix_drafter import NgramDrafter
+from reprise.spec.retrieval.suffix_forest import ProposalRule
 
 CHAIN = ProposalRule(longest=4, shortest=1)
 

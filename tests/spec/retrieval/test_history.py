@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from live_by_hand import drafts, ids, live_texts
 
-from spec.budget.aimd import MAX_TOKENS
-from spec.drafter import Source
-from spec.retrieval.history import (
+from reprise.spec.budget.aimd import MAX_TOKENS
+from reprise.spec.drafter import Source
+from reprise.spec.retrieval.history import (
     FOUND,
     LOST,
     NEXT,
@@ -20,8 +20,8 @@ from spec.retrieval.history import (
     LastResponseDrafter,
     build_index,
 )
-from spec.retrieval.suffix_forest import ProposalRule
-from spec.reuse.rollout_cache import RolloutCache, of_group
+from reprise.spec.retrieval.suffix_forest import ProposalRule
+from reprise.spec.reuse.rollout_cache import RolloutCache, of_group
 
 
 def test_history_prefers_the_branch_of_the_largest_reward_sum():

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from suffix_contexts import count, follower_of
 
-from spec.drafter import no_drafts
-from spec.retrieval import suffix_kernels as kernels
-from spec.retrieval import suffix_queries as queries
-from spec.retrieval.history import PAPER_RULE, RULE
-from spec.retrieval.suffix_forest import Followers, ProposalRule, SuffixForest
+from reprise.spec.drafter import no_drafts
+from reprise.spec.retrieval import suffix_kernels as kernels
+from reprise.spec.retrieval import suffix_queries as queries
+from reprise.spec.retrieval.history import PAPER_RULE, RULE
+from reprise.spec.retrieval.suffix_forest import Followers, ProposalRule, SuffixForest
 
 LARGEST = 2**31 - 1
 

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from suffix_contexts import occurrences
 
-from spec.drafter import no_drafts
-from spec.retrieval import suffix_kernels as kernels
-from spec.retrieval.suffix_forest import Followers, ProposalRule, SuffixForest
+from reprise.spec.drafter import no_drafts
+from reprise.spec.retrieval import suffix_kernels as kernels
+from reprise.spec.retrieval.suffix_forest import Followers, ProposalRule, SuffixForest
 
 # --- the brute-force matcher --------------------------------------------------------------
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from spec.reuse.agreement import (
+from reprise.spec.reuse.agreement import (
     FIRST_RATE,
     PRIOR_MISSES,
     PRIOR_TOKENS,

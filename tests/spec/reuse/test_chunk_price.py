@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from spec.reuse.chunk_price import (
+from reprise.spec.reuse.chunk_price import (
     DECAY,
     MARGIN,
     Bucket,
@@ -12,7 +12,7 @@ from spec.reuse.chunk_price import (
     played_s,
     spread_agreement,
 )
-from spec.round_times import RoundTimes
+from reprise.spec.round_times import RoundTimes
 
 # a plain round of 8 slots takes 0.8 s, one of 4 slots 0.6; chunks have 10 tokens
 TIMES = RoundTimes(

@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from spec.reuse.prefix_rule import GAIN, LARGEST_LOG, PrefixRule, log, parse_mode, parse_schedule
-from spec.reuse.rollout_cache import CachedResponse, Scores
+from reprise.spec.reuse.prefix_rule import (
+    GAIN,
+    LARGEST_LOG,
+    PrefixRule,
+    log,
+    parse_mode,
+    parse_schedule,
+)
+from reprise.spec.reuse.rollout_cache import CachedResponse, Scores
 
 FALSE_ALARM = 1e-6
 

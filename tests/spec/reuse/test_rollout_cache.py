@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec.reuse.agreement import Agreement
-from spec.reuse.rollout_cache import (
+from reprise.spec.reuse.agreement import Agreement
+from reprise.spec.reuse.rollout_cache import (
     MAGIC,
     CachedGroup,
     CachedResponse,

@@ -1,0 +1,55 @@
+"""Reprise: RL post-training of language models in JAX, with fast and exact rollouts.
+
+`from reprise import Policy` for your own loop, `reprise.rl`, `reprise.spec`, … for the parts. In a
+checkout this folder has links to the packages at the top level; a wheel has the packages here. The
+names of `__all__` are imported at their first use, since jax takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from reprise.rl.api import Policy
+    from reprise.rl.config import TrainConfig, load_config
+    from reprise.rl.learner.data import Datum
+    from reprise.rl.learner.objectives import Adam, LossSettings
+    from reprise.rl.metrics.writer import read_metrics
+    from reprise.rl.rollout import generate
+    from reprise.rl.trajectory import Request
+    from reprise.spec.config import SamplingConfig
+
+__version__ = "0.1.0"
+IMPORT_ROOT = str(Path(__file__).resolve().parents[1])  # in the path of a child process
+__all__ = [
+    "Adam",
+    "Datum",
+    "LossSettings",
+    "Policy",
+    "Request",
+    "SamplingConfig",
+    "TrainConfig",
+    "generate",
+    "load_config",
+    "read_metrics",
+]
+_MODULES = {
+    "Adam": "reprise.rl.learner.objectives",
+    "Datum": "reprise.rl.learner.data",
+    "LossSettings": "reprise.rl.learner.objectives",
+    "Policy": "reprise.rl.api",
+    "Request": "reprise.rl.trajectory",
+    "SamplingConfig": "reprise.spec.config",
+    "TrainConfig": "reprise.rl.config",
+    "generate": "reprise.rl.rollout",
+    "load_config": "reprise.rl.config",
+    "read_metrics": "reprise.rl.metrics.writer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'reprise' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
