@@ -28,8 +28,8 @@ from reprise.models.config import ModelConfig
 from reprise.models.transformer import Params
 from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.engine import Engine
-from reprise.rl.rollout import generate
-from reprise.rl.trajectory import Request, Trajectory
+from reprise.rl.python.generate import generate
+from reprise.rl.records.trajectory import Request, Trajectory
 from reprise.spec import sampling
 from reprise.spec.budget.budget import FixedBudget
 from reprise.spec.config import DRAWS, SamplingConfig

@@ -198,7 +198,7 @@ def preflights(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def auto(arguments: argparse.Namespace) -> dict[str, Any]:
-    from reprise.rl.config import SIZES
+    from reprise.rl.settings.config import SIZES
 
     name, flags = "qwen3_8b_8xh100", [f"--gin.{size}='auto'" for size in SIZES]
     return {"kind": "compiled", "auto": {name: preflight(name, *flags)}}

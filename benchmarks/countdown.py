@@ -25,12 +25,12 @@ from benchmarks import environment, workloads
 from benchmarks.speculation import Bench, end_seconds, last_tenth, open_bench, tail_figures
 from benchmarks.turns import WARM_TURNS, in_turns
 from reprise.models import tokenizer
-from reprise.rl.config import TrainConfig
 from reprise.rl.engine.stats import RoundRecord, host_seconds
 from reprise.rl.gin.loader import load
 from reprise.rl.metrics.writer import Row, read_metrics, read_samples, step_rows
-from reprise.rl.rollout import generate
+from reprise.rl.python.generate import generate
 from reprise.rl.runtime.run_files import CONFIG_FILE, METRICS_FILE
+from reprise.rl.settings.config import TrainConfig
 from reprise.spec.budget.budget import Budget, DraftDecision, Sizes
 from reprise.spec.budget.goodput import Goodput
 from reprise.spec.drafter import Acceptance, Drafts, LiveSlots

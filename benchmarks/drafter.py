@@ -21,23 +21,23 @@ import numpy as np
 from benchmarks import environment
 from reprise.models import hf
 from reprise.models.transformer import Params
-from reprise.rl.config import TrainConfig
+from reprise.rl.assembly.system import System
 from reprise.rl.drafter_training.spot_trainer import Span, SpotTrainer
 from reprise.rl.drafter_training.trainer import BufferSink, DrafterTrainer
 from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
 from reprise.rl.gin.loader import load
-from reprise.rl.inputs import Inputs, open_inputs
 from reprise.rl.learner import trainer
 from reprise.rl.learner.optimizer import TrainState
 from reprise.rl.metrics.writer import Timings
-from reprise.rl.rollouts import prompts_at
-from reprise.rl.run_checkpoint import RunPosition
+from reprise.rl.records.trajectory import Request
+from reprise.rl.settings.config import TrainConfig
+from reprise.rl.settings.inputs import Inputs, open_inputs
 from reprise.rl.speculation.device_drafters import LearnedDrafter
-from reprise.rl.step import train_step
-from reprise.rl.system import System
-from reprise.rl.trajectory import Request
+from reprise.rl.steps.position import RunPosition
+from reprise.rl.steps.rollouts import prompts_at
+from reprise.rl.steps.step import train_step
 from reprise.rl.workers.config import SchedConfig
 from reprise.rl.workers.multi_engine import MultiEngine
 from reprise.spec.config import SamplingConfig

@@ -20,9 +20,9 @@ import numpy as np
 
 from benchmarks import environment
 from reprise.rl.learner.advantages import group_advantages
+from reprise.rl.records.trajectory import FinishReason, Origin, Request, Trajectory
 from reprise.rl.speculation.config import ReuseConfig
 from reprise.rl.speculation.reuse import Reuse
-from reprise.rl.trajectory import FinishReason, Origin, Request, Trajectory
 from reprise.spec.reuse.rollout_cache import RolloutCache
 from reprise.spec.sampling import NOISE_NAMES
 

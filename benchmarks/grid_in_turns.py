@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import ROOT, progress
-from reprise.rl.ablate import Cell, cells
+from reprise.rl.commands.ablate import Cell, cells
 from reprise.rl.gin.loader import dump
 
 TRAIN = "--train"  # a run on command: for this program's children
@@ -67,8 +67,8 @@ class Run:
 
 def train(config: str) -> int:
     """Train; every step waits for a line, after one that announces it."""
-    from reprise.rl import loop
-    from reprise.rl import train as command
+    from reprise.rl.commands import train as command
+    from reprise.rl.run import loop
     from reprise.rl.runtime.signals import Stopped
 
     answers, train_step = os.fdopen(os.dup(1), "w", buffering=1), loop.train_step

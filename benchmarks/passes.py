@@ -26,7 +26,7 @@ from reprise.models.config import ModelConfig
 from reprise.models.kv_cache import Pending
 from reprise.models.row_attention import segment_tokens
 from reprise.models.transformer import Params
-from reprise.rl import packing
+from reprise.rl.records import packing
 from reprise.spec import nodes as packed_nodes
 from reprise.spec import sampling
 from reprise.spec.config import DRAWS

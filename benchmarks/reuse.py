@@ -29,17 +29,17 @@ import numpy as np
 
 from benchmarks import environment
 from benchmarks.roofline import PRICED_8B, cached_seconds, phase_seconds, round_times
-from reprise.rl.ablate import Cell, cells, folder_name, read_cell
+from reprise.rl.assembly.system import System
+from reprise.rl.commands.ablate import Cell, cells, folder_name, read_cell
 from reprise.rl.engine.engine import OnFinish, OnRound
 from reprise.rl.engine.rollout_spec import DrafterFactory, RolloutSpec, no_drafts
 from reprise.rl.engine.stats import EngineStats
 from reprise.rl.engine.stats import cached_seconds as measured_cached_seconds
-from reprise.rl.inputs import open_inputs
 from reprise.rl.metrics.writer import Timings
-from reprise.rl.run_checkpoint import RunPosition
-from reprise.rl.step import train_step
-from reprise.rl.system import System
-from reprise.rl.trajectory import Request, Trajectory
+from reprise.rl.records.trajectory import Request, Trajectory
+from reprise.rl.settings.inputs import open_inputs
+from reprise.rl.steps.position import RunPosition
+from reprise.rl.steps.step import train_step
 from reprise.rl.warm_up.rollout_programs import Reach, round_buckets
 from reprise.spec.round_times import RunSeconds
 from tests.support import tiny_run

@@ -39,8 +39,8 @@ import numpy as np
 
 from benchmarks import environment
 from benchmarks.turns import WARM_TURNS, in_turns
-from reprise.rl import api
-from reprise.rl.stream import SampleRequest, Stream
+from reprise.rl.python import api
+from reprise.rl.python.stream import SampleRequest, Stream
 from reprise.spec.config import SamplingConfig
 
 QUESTION = "State the final answer to the following arithmetic problem: {} + {} =\n"
@@ -202,7 +202,7 @@ def client(server: Server) -> Any:
 
 
 class InProcess:
-    """Samples and updates by `rl.api`, with a stream as the server has."""
+    """Samples and updates by `rl.python.api`, with a stream as the server has."""
 
     def __init__(self, arguments: argparse.Namespace, *settings: str) -> None:
         policy = open_policy(arguments, *settings)

@@ -33,7 +33,7 @@ from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
 from reprise.rl.engine.stats import RoundRecord, host_seconds, speculation_metrics
-from reprise.rl.trajectory import Trajectory
+from reprise.rl.records.trajectory import Trajectory
 from reprise.rl.warm_up import compile_buckets, round_times
 from reprise.rl.warm_up.rollout_programs import Reach, round_buckets
 from reprise.spec.budget.budget import Budget

@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environment
-from reprise.rl.config import TrainConfig
 from reprise.rl.gin.loader import load
 from reprise.rl.metrics.writer import read_metrics, read_samples, step_rows
-from reprise.rl.run_folder import read_launches
+from reprise.rl.settings.config import TrainConfig
+from reprise.rl.settings.run_folder import read_launches
 
 UNSEEN = {"temperature": 1.0}
 GREEDY = {"num_prompts": 256, "samples": 1, "temperature": 0.0}

@@ -27,13 +27,13 @@ from benchmarks.turns import in_turns
 from benchmarks.ways import TINY
 from reprise.models.config import ModelConfig
 from reprise.models.transformer import Params
-from reprise.rl.config import TrainConfig, recipe
 from reprise.rl.gin.loader import load
-from reprise.rl.inputs import open_policy
 from reprise.rl.learner import gradient_accumulation, micro_batches, trainer
 from reprise.rl.learner.config import TrainSpec
 from reprise.rl.learner.gradient_accumulation import StepScalars
 from reprise.rl.learner.micro_batches import MicroBatch, TrainSample
+from reprise.rl.settings.config import TrainConfig, recipe
+from reprise.rl.settings.inputs import open_policy
 
 CONFIGS = {TINY: "configs/tiny_cpu.gin", "downloads/countdown": "configs/countdown_cpu.gin"}
 SIDE = 1024  # of the matrices whose product is the peak

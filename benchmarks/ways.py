@@ -218,12 +218,12 @@ def work_of(policy: str, prompts: int, group_size: int, slots: int) -> tuple[Any
     That of policies/tiny has been the same since the first checkout that `before_after` measures.
     """
     from benchmarks import workloads
-    from reprise.rl.config import TrainConfig
     from reprise.rl.data.prompts import encode_prompt
     from reprise.rl.data.tasks import open_tasks
     from reprise.rl.engine.config import EngineConfig
     from reprise.rl.gin.loader import load
-    from reprise.rl.inputs import open_policy
+    from reprise.rl.settings.config import TrainConfig
+    from reprise.rl.settings.inputs import open_policy
 
     if policy == TINY:
         prefill = {"prefill_rows": 8, "prefill_chunk_tokens": 32}

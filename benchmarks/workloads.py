@@ -17,8 +17,8 @@ import numpy as np
 from benchmarks.environment import ROOT
 from reprise.models import hf, transformer
 from reprise.models.config import ModelConfig
-from reprise.rl.rollout import generate
-from reprise.rl.trajectory import Request, Trajectory
+from reprise.rl.python.generate import generate
+from reprise.rl.records.trajectory import Request, Trajectory
 from reprise.spec.budget.union import DrafterUnion
 from reprise.spec.config import SamplingConfig
 from reprise.spec.drafter import Drafter, Drafts, LiveSlots, no_drafts

@@ -73,11 +73,11 @@ def configuration() -> str:
 
 def listing(command: str) -> str:
     """Return what `python -m COMMAND --list` prints."""
-    from reprise.rl.ablate import AblationRun
-    from reprise.rl.config import TrainConfig
+    from reprise.rl.commands.ablate import AblationRun
+    from reprise.rl.commands.simulate import SimulateRun
     from reprise.rl.drafter_training.offline import OfflineConfig
     from reprise.rl.gin.loader import describe
-    from reprise.rl.simulate import SimulateRun
+    from reprise.rl.settings.config import TrainConfig
 
     schemas: dict[str, type] = {
         "rl.train": TrainConfig,
@@ -142,7 +142,7 @@ TABLE = "| section | only with `--allow_changes` | free |\n|---|---|---|\n"
 
 def resuming() -> str:
     """Return the page on resuming, whose first table has each field by what `--resume` does."""
-    from reprise.rl.run_folder import Change
+    from reprise.rl.settings.run_folder import Change
 
     rows = ""
     for name, (_, fields) in sorted(parse_listing(listing("rl.train")).items()):

@@ -1,9 +1,9 @@
 """Which results are older than the code that they measure, by git: docs/older.json.
 
 A result has the commit that it was measured at, and docs/results.toml the paths of the code that
-each command measures. A path has changed if one of its files has; of Python files, comments,
-docstrings and layout do not count, of .gin files comments. The file keeps what git has last said,
-for copies without git.
+each command measures. A path has changed if one of its files has, by whatever name it had; of
+Python files, comments, docstrings, layout and the places of our modules do not count, of .gin
+files comments. The file keeps what git has last said, for copies without git.
 """
 
 from __future__ import annotations
@@ -83,18 +83,34 @@ def file_has_changed(commit: str, file: str) -> bool:
     reads = READS.get(Path(file).suffix)
     if reads is None or not (ROOT / file).is_file():
         return True
-    before, now = _git("show", f"{commit}:{file}"), (ROOT / file).read_text(encoding="utf-8")
+    before = _git("show", f"{commit}:{_names_at(commit).get(file, file)}")
+    now = (ROOT / file).read_text(encoding="utf-8")
     return reads(before) != reads(now)
 
 
+@functools.cache
+def _names_at(commit: str) -> dict[str, str]:
+    """Return the names that files which have moved since had at a commit, by their names now."""
+    lines = _git("diff", "-M", "--diff-filter=R", "--name-status", commit).splitlines()
+    moves = [line.split("\t") for line in lines]
+    return {now: before for _, before, now in moves}
+
+
 def code_of(text: str) -> str:
-    """Return a Python file's statements without comments, docstrings and layout."""
+    """Return a Python file's names imported, and statements without comments and docstrings."""
     tree = ast.parse(text.replace("reprise.", ""))  # earlier commits imported `models`, `rl`, …
+    imported = set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if ast.get_docstring(node, clean=False) is not None:
                 node.body = node.body[1:]
-    return ast.dump(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imported.update(ast.dump(alias) for alias in node.names)
+        for name, statements in ast.iter_fields(node):
+            if name in ("body", "orelse", "finalbody") and isinstance(statements, list):
+                is_import = ast.Import | ast.ImportFrom
+                setattr(node, name, [x for x in statements if not isinstance(x, is_import)])
+    return "\n".join([*sorted(imported), ast.dump(tree)])
 
 
 def settings_of(text: str) -> str:

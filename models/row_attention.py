@@ -86,7 +86,7 @@ def is_faster(config: ModelConfig, num_tokens: int, dtype: Any) -> bool:
 
 
 def segment_tokens() -> int:
-    """Return the multiple of positions at which segments of rows start (`rl.packing`)."""
+    """Return the multiple of positions at which segments of rows start (`rl.records.packing`)."""
     if (platform := platform_in_use()) == "cpu" or not sums_in_order_on_accelerators():
         return 1
     from reprise.models.kernels import hopper, softmax_tpu  # Pallas: a second to import

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from reprise.rl.api import Policy
-    from reprise.rl.config import TrainConfig, load_config
     from reprise.rl.learner.data import Datum
     from reprise.rl.learner.objectives import Adam, LossSettings
     from reprise.rl.metrics.writer import read_metrics
-    from reprise.rl.rollout import generate
-    from reprise.rl.trajectory import Request
+    from reprise.rl.python.api import Policy
+    from reprise.rl.python.generate import generate
+    from reprise.rl.records.trajectory import Request
+    from reprise.rl.settings.config import TrainConfig, load_config
     from reprise.spec.config import SamplingConfig
 
 __version__ = "0.1.0"
@@ -39,12 +39,12 @@ _MODULES = {
     "Adam": "reprise.rl.learner.objectives",
     "Datum": "reprise.rl.learner.data",
     "LossSettings": "reprise.rl.learner.objectives",
-    "Policy": "reprise.rl.api",
-    "Request": "reprise.rl.trajectory",
+    "Policy": "reprise.rl.python.api",
+    "Request": "reprise.rl.records.trajectory",
     "SamplingConfig": "reprise.spec.config",
-    "TrainConfig": "reprise.rl.config",
-    "generate": "reprise.rl.rollout",
-    "load_config": "reprise.rl.config",
+    "TrainConfig": "reprise.rl.settings.config",
+    "generate": "reprise.rl.python.generate",
+    "load_config": "reprise.rl.settings.config",
     "read_metrics": "reprise.rl.metrics.writer",
 }
 

@@ -18,7 +18,7 @@ from command_runs import call_main
 
 from docs import generate, older, prose, results_page
 from reprise.models import hf
-from reprise.rl import export, train
+from reprise.rl.commands import export, train
 from reprise.rl.metrics.eval_metrics import EvalResponse, set_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -116,9 +116,9 @@ def test_the_page_of_the_python_api_works_as_it_stands(tmp_path, printed):
 
 
 def test_the_diffs_of_the_how_tos_apply_and_pass_their_checks(tmp_path):
-    for name in CODE:
+    for name in ("reprise", *CODE):
         ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignored)
     checks = []
     for path in HOW_TOS:
         text = path.read_text(encoding="utf-8")
@@ -198,14 +198,18 @@ def test_code_has_changed_unless_only_comments_have(tmp_path, monkeypatch):
     commit = git("rev-parse", "HEAD")
     assert older.no_git() == ""
     assert not changed("# B\n\nRun.steps = 1  # one\n", settings)
-    renamed = '"""B."""\nfrom reprise.spec import a\ndef f():  # one\n    return (1)\n'
+    renamed = '"""B."""\nfrom reprise.spec.room import a\ndef f():  # one\n    return (1)\n'
     assert not changed(renamed, file)
     assert changed("# A\nRun.steps = 2\n", settings)
     settings.write_text("# A\nRun.steps = 1\n")
     assert changed('"""A."""\nfrom spec import a\n\n\ndef f():\n    """F."""\n    return 2\n', file)
     assert changed('"""A."""\nfrom spec import b\n\n\ndef f():\n    """F."""\n    return 1\n', file)
     assert older.has_changed("0" * 40, "room") and not older.has_changed(commit, "other")
-    file.unlink()
+    file.write_text('"""A."""\nfrom spec import a\n\n\ndef f():\n    """F."""\n    return 1\n')
+    (tmp_path / "other").mkdir()
+    git("mv", "room/a.py", "other/b.py")
+    older._names_at.cache_clear()
+    assert not older.has_changed(commit, "other/b.py"), "it has moved"
     older.has_changed.cache_clear()
     assert older.has_changed(commit, "room")
 

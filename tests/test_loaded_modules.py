@@ -15,10 +15,10 @@ import sys
 ours = [m for name, m in sys.modules.items() if name.startswith("reprise.")]
 print(sum(not hasattr(m, "__path__") for m in ours), "jax" in sys.modules, "numba" in sys.modules)
 """
-SIMULATE = "import reprise.rl.simulate\n" + REPORT
+SIMULATE = "import reprise.rl.commands.simulate\n" + REPORT
 # reports where the inputs would be opened
 DRY_RUN = f"""
-from reprise.rl import train
+from reprise.rl.commands import train
 def report(config):
 {textwrap.indent(REPORT, "    ")}
     raise SystemExit

@@ -62,7 +62,7 @@ def started_in(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 def test_a_script_imports_its_own_packages_and_ours(project):
     done = started_in(project, "research.py")
     assert done.stdout.split() == [
-        "reprise.rl.api",
+        "reprise.rl.python.api",
         "reprise.models.config",
         "reprise.sched.request",
     ], done.stderr

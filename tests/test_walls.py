@@ -26,9 +26,11 @@ MAY_IMPORT = {
     "rl": {"models", "spec", "sched", "rl"},
 }
 # The sub-packages ("rooms") of a package, and which others of that package each may import;
-# "" is the package's own files. Every room may import itself, and every one of rl `rl.runtime`.
+# "" is the package's own files; of rl these, and each `__main__`, only start a command. A room
+# imports rooms of the lines above, and itself; in rl also `EVERYWHERE`.
+EVERYWHERE = {"runtime", "records"}
 ROOMS: dict[str, dict[str, set[str]]] = {
-    "models": {"": {"kernels"}, "kernels": set()},
+    "models": {"kernels": set(), "": {"kernels"}},
     "spec": {
         "": set(),
         "reuse": {""},
@@ -41,39 +43,63 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "sched": {"": set(), "policies": {""}, "simulator": {"", "policies"}},
     "rl": {
-        "runtime": set(),
         "cluster": set(),
-        "gin": set(),
         "data": set(),
+        "gin": set(),
+        "records": set(),
+        "runtime": set(),
+        "weights": set(),
         "checkpoint": {"cluster"},
         "engine": {"gin"},
         "learner": {"gin"},
         "rewards": {"cluster", "data"},
         "metrics": {"data", "engine", "rewards"},
+        "speculation": {"cluster", "engine"},
+        "workers": {"engine"},
+        "drafter_training": {"checkpoint", "engine", "speculation"},
+        "exchange": {"cluster", "data", "engine", "learner", "rewards", "workers"},
         "reports": {"engine", "metrics"},
-        "speculation": {"cluster", "engine", "gin"},
-        "weights": set(),
-        "workers": {"cluster", "engine"},
-        "drafting": {"cluster", "engine", "speculation", "warm_up"},
         "warm_up": {"cluster", "engine", "speculation"},
+        "drafting": {"cluster", "engine", "speculation", "warm_up"},
         "ray_workers": {
             *("cluster", "drafter_training", "drafting", "engine", "speculation", "warm_up"),
             *("weights", "workers"),
         },
-        "drafter_training": {"checkpoint", "data", "engine", "metrics", "speculation"},
-        "preflight": {"engine", "gin", "learner", "rewards", "speculation", "warm_up"},
-        "server": set(),
+        "settings": {
+            *("checkpoint", "cluster", "data", "drafter_training", "drafting", "engine", "gin"),
+            *("learner", "metrics", "rewards", "speculation", "warm_up", "workers"),
+        },
+        "assembly": {
+            *("checkpoint", "cluster", "data", "drafter_training", "drafting", "engine"),
+            *("exchange", "learner", "ray_workers", "rewards", "settings", "speculation"),
+            *("warm_up", "workers"),
+        },
+        "export": {
+            *("assembly", "checkpoint", "drafter_training", "gin", "learner", "metrics"),
+            *("settings",),
+        },
+        "preflight": {"assembly", "engine", "learner", "settings", "speculation", "warm_up"},
+        "steps": {
+            *("assembly", "data", "engine", "exchange", "learner", "metrics", "rewards"),
+            *("settings", "warm_up", "workers"),
+        },
+        "python": {
+            *("assembly", "checkpoint", "engine", "export", "gin", "learner", "settings"),
+            *("speculation", "warm_up"),
+        },
+        "run": {
+            *("assembly", "checkpoint", "cluster", "data", "engine", "exchange", "export", "gin"),
+            *("learner", "metrics", "preflight", "rewards", "settings", "steps", "warm_up"),
+            *("workers",),
+        },
+        "server": {"python"},
+        "commands": {
+            *("assembly", "checkpoint", "data", "drafter_training", "engine", "exchange"),
+            *("export", "gin", "learner", "metrics", "preflight", "python", "reports", "rewards"),
+            *("run", "server", "settings", "warm_up"),
+        },
+        "": {"commands"},
     },
-}
-# Of rl's own files every room may import the records. The files of a run may import any room, and
-# are imported by one another, by `preflight`, `server` and commands, which nothing imports.
-RECORDS = {"trajectory", "packing"}
-RUN = {
-    *("config", "config_checks", "inputs", "eval_sets", "evaluation", "loop", "run_process"),
-    *("run_folder", "run_checkpoint", "run_export", "model_card", "system", "step", "rollouts"),
-    *("pipeline", "collected", "responses", "setup", "first_programs", "memory", "drafter_run"),
-    *("drafting_run", "ray_run", "launch", "ray_trainers", "disk_plan", "learning_checks"),
-    *("dry_run", "unused_settings", "api", "sampler", "stream", "identity", "adapter_base"),
 }
 NAME = "reprise"  # under which the packages are imported
 OURS = {*MAY_IMPORT, "benchmarks", "configs", "policies", "tests"}
@@ -92,7 +118,7 @@ SEEDED_NUMPY = {"Generator", "default_rng", "SeedSequence", "PCG64", "Philox", "
 # The engine runs where only these, and what they bring along, are installed.
 ENGINE_NEEDS = {"jax", "jaxlib", "numpy", "numba", "optax", "orbax", "safetensors"}
 ENGINE = ("models.config", "models.transformer", "models.kv_cache", "models.sharding")
-ENGINE += ("rl.engine", "rl.rollout", "rl.trajectory", "spec", "benchmarks")
+ENGINE += ("rl.engine", "rl.python.generate", "rl.records.trajectory", "spec", "benchmarks")
 # Programs around other people's samplers, each run by the Python that has that one.
 NOT_ENGINE = "benchmarks.baselines."
 NOT_FOR_ENGINE = {
@@ -190,7 +216,7 @@ def one_name(root: Path) -> list[str]:
 
 
 def rooms(root: Path) -> list[str]:
-    """Inside a package a room imports only what `ROOMS` and `RECORDS` say."""
+    """Inside a package a room imports only what `ROOMS` and `EVERYWHERE` say."""
     return [
         f"{found.where}: {relative} must not import {name}"
         for relative, path in python_files(root, tuple(ROOMS))
@@ -209,13 +235,9 @@ def may_enter(relative: str, imported: str) -> bool:
     if len(here) > 1 and here[0] not in table:
         return False  # a new room needs a line in the table
     own, other = (parts[0] if parts[0] in table else "" for parts in (here, there))
-    if package == "rl" and not other:
-        above = own in ("preflight", "server")
-        is_run = there[0] in RUN and (above or (not own and here[0] not in RECORDS))
-        return there[0] in RECORDS or here == there or is_run
-    if package == "rl" and not own:
-        return here[0] not in RECORDS or other == "runtime"
-    return other in {own, *table[own]} or (package == "rl" and other == "runtime")
+    if package == "rl" and (not other or here[-1] == "__main__"):
+        own = ""
+    return other in {own, *table[own]} or (package == "rl" and other in EVERYWHERE)
 
 
 def sched_is_pure(root: Path) -> list[str]:
@@ -249,14 +271,14 @@ def unseeded_prob(node: ast.AST) -> list[str]:
 def no_code_from_data(root: Path) -> list[str]:
     """Nothing that a model or a file says is ever executed or unpickled.
 
-    Processes of one job read one another's pickles of a few classes (`rl.responses.read_part`).
+    Processes of one job read one another's pickles of a few classes (`rl.exchange.responses`).
     """
     modules = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
     complaints = []
     for relative, path in python_files(root):
         tree = parse(path)
         for found in imports(relative, tree):
-            is_pickle = found.top in modules and relative != "rl/responses.py"
+            is_pickle = found.top in modules and relative != "rl/exchange/responses.py"
             if is_pickle or found.name.endswith("parse_expr"):
                 complaints.append(f"{found.where}: {found.name} must not be imported")
         for node in ast.walk(tree):
@@ -295,6 +317,14 @@ def no_standard_names(root: Path) -> list[str]:
 RULES = (walls, one_name, rooms, sched_is_pure, no_code_from_data, no_standard_names)
 
 
+@pytest.mark.parametrize("package", ROOMS)
+def test_rooms_import_rooms_above_them(package):
+    above = set(EVERYWHERE) if package == "rl" else set()
+    for room, allowed in ROOMS[package].items():
+        assert allowed <= above, f"{package}/{room} imports {allowed - above}, which is below it"
+        above.add(room)
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_this_checkout_keeps(rule):
     assert not rule(ROOT), "\n".join(rule(ROOT))
@@ -303,7 +333,7 @@ def test_this_checkout_keeps(rule):
 def test_the_rules_see_this_checkout():
     """A rule that reads no file would be silent too."""
     seen = {relative for relative, _ in python_files(ROOT)}
-    assert {"models/config.py", "rl/trajectory.py", "sched/__init__.py"} <= seen
+    assert {"models/config.py", "rl/records/trajectory.py", "sched/__init__.py"} <= seen
     assert "tests/test_walls.py" in seen
 
 
@@ -349,21 +379,27 @@ PLANTED += [
     (rooms, f"{package}/{room + '/' if room else ''}a.py", f"import {package}.{closed[0]}.b")
     for package, table in ROOMS.items()
     for room, allowed in table.items()
-    if (closed := sorted(set(table) - allowed - {room, "", "runtime"}))
-    and not (package == "rl" and not room)
+    if (closed := sorted(set(table) - allowed - {room, "", *EVERYWHERE}))
 ]
 PLANTED += [
-    (rooms, "rl/engine/a.py", "from reprise.rl import train"),
-    (rooms, "rl/engine/a.py", "from reprise.rl.pipeline import PipelineRollouts"),
-    (rooms, "rl/train.py", "from reprise.rl.export import main"),
+    (rooms, "rl/engine/a.py", "from reprise.rl.commands import train"),
+    (rooms, "rl/run/__main__.py", "from reprise.rl.run import loop"),
+    (rooms, "rl/engine/a.py", "from reprise.rl.steps.pipeline import PipelineRollouts"),
+    (rooms, "rl/run/loop.py", "from reprise.rl.commands.train import main"),
+    (rooms, "rl/steps/step.py", "from reprise.rl.run.run_checkpoint import RunCheckpointer"),
     (rooms, "rl/engine/a.py", "def f():\n    from reprise.rl.rewards import pool"),
-    (rooms, "rl/trajectory.py", "from reprise.rl.engine.engine import Engine"),
+    (rooms, "rl/records/trajectory.py", "from reprise.rl.engine.engine import Engine"),
     (rooms, "rl/runtime/a.py", "from reprise.rl.gin.loader import load"),
     (rooms, "rl/attic/a.py", "from reprise.rl.engine import stats"),
     (rooms, "spec/nodes.py", "from reprise.spec.retrieval import group"),
 ]
 INNOCENT = [
-    (rooms, "rl/train.py", "from reprise.rl import pipeline\nfrom reprise.rl import trajectory"),
+    (
+        rooms,
+        "rl/run/loop.py",
+        "from reprise.rl.steps import pipeline\nfrom reprise.rl.records import a",
+    ),
+    (rooms, "rl/export/__main__.py", "from reprise.rl.commands.main import run"),
     (
         rooms,
         "rl/engine/a.py",
@@ -435,7 +471,7 @@ def import_engine(root: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_engine_imports_with_nothing_but_its_needs():
-    expected = {"reprise.models.transformer", "reprise.rl.trajectory", "reprise.spec.nodes"}
+    expected = {"reprise.models.transformer", "reprise.rl.records.trajectory", "reprise.spec.nodes"}
     assert expected <= set(engine_modules(ROOT))
     done = import_engine(ROOT)
     assert done.returncode == 0, (

@@ -13,8 +13,8 @@ from reprise.models import hf
 from reprise.models.config import ModelConfig
 from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.engine import Engine
-from reprise.rl.rollout import generate
-from reprise.rl.trajectory import Request, Trajectory
+from reprise.rl.python.generate import generate
+from reprise.rl.records.trajectory import Request, Trajectory
 from reprise.spec.config import SamplingConfig
 from reprise.spec.sampling import step_key
 

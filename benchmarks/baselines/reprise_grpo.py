@@ -12,22 +12,23 @@ from typing import Any
 from benchmarks.end_to_end.protocol import Given, Parent
 from benchmarks.environment import ROOT, TRAINING
 from reprise.models import hf
-from reprise.rl import loop, train
+from reprise.rl.assembly.system import System
+from reprise.rl.commands import train
 from reprise.rl.data.prompts import DataOrder
 from reprise.rl.learner.gathering import host_copy
 from reprise.rl.learner.optimizer import TrainState
 from reprise.rl.metrics.writer import Timings
-from reprise.rl.run_checkpoint import RunPosition
+from reprise.rl.run import loop
 from reprise.rl.runtime.signals import Stopped, leave
-from reprise.rl.step import StepRecord
-from reprise.rl.system import System
+from reprise.rl.steps.position import RunPosition
+from reprise.rl.steps.step import StepRecord
 
 VARIANTS = ("as shipped",)
 Stepped = tuple[TrainState, RunPosition, StepRecord]
 
 
 class CommandedStep:
-    """`rl.step.train_step`, on command: a step lasts until the loop asks for the next one."""
+    """`rl.steps.step.train_step`, on command: a step lasts until the loop asks for the next one."""
 
     def __init__(self, parent: Parent) -> None:
         self._parent, self._train_step = parent, loop.train_step

@@ -15,14 +15,14 @@ import numpy as np
 from benchmarks.end_to_end import reward
 from benchmarks.end_to_end.protocol import WEIGHTS
 from reprise.models import hf
-from reprise.rl.config import TrainConfig
 from reprise.rl.data.prompts import DataOrder, encode_prompt
 from reprise.rl.data.tasks import Example, open_tasks
 from reprise.rl.engine.engine import Engine
 from reprise.rl.gin.loader import load
-from reprise.rl.inputs import open_policy
-from reprise.rl.rollout import generate
-from reprise.rl.trajectory import Request
+from reprise.rl.python.generate import generate
+from reprise.rl.records.trajectory import Request
+from reprise.rl.settings.config import TrainConfig
+from reprise.rl.settings.inputs import open_policy
 from reprise.spec.config import SamplingConfig
 from reprise.spec.sampling import step_key
 

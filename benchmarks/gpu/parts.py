@@ -31,7 +31,7 @@ from reprise.rl.engine.engine import Engine
 from reprise.rl.learner import trainer
 from reprise.rl.learner.config import TrainerConfig, TrainSpec
 from reprise.rl.learner.optimizer import init_state, make_optimizer
-from reprise.rl.trajectory import FinishReason, Trajectory
+from reprise.rl.records.trajectory import FinishReason, Trajectory
 from reprise.sched.simulator.roofline import ACCELERATORS, Accelerator
 from reprise.spec.config import SamplingConfig
 from reprise.spec.drafter import no_drafts

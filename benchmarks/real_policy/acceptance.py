@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.real_policy.ground import Ground
-from reprise.rl.trajectory import Trajectory
+from reprise.rl.records.trajectory import Trajectory
 from reprise.spec.budget.union import DrafterUnion
 from reprise.spec.drafter import Drafter, LiveSlots
 from reprise.spec.retrieval.group import GroupDrafter

@@ -21,15 +21,15 @@ from reprise.models.transformer import Params
 from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec
-from reprise.rl.inputs import open_policy
 from reprise.rl.learner import trainer
 from reprise.rl.learner.advantages import group_advantages
 from reprise.rl.learner.algorithms import AlgorithmConfig
 from reprise.rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
 from reprise.rl.learner.optimizer import init_state, make_optimizer
+from reprise.rl.records.trajectory import Request, Trajectory
 from reprise.rl.rewards.functions import task_reward
+from reprise.rl.settings.inputs import open_policy
 from reprise.rl.speculation.reuse import COUPLED_STEP
-from reprise.rl.trajectory import Request, Trajectory
 from reprise.spec.config import Draw, SamplingConfig
 from reprise.spec.reuse.prefix_rule import PrefixRule, parse_mode
 from reprise.spec.reuse.rollout_cache import CachedResponse, Scores

@@ -17,7 +17,7 @@ from benchmarks.bf16_flips import scores
 from benchmarks.real_policy.acceptance import ratio
 from benchmarks.real_policy.ground import Ground, cached
 from reprise.models.transformer import Params
-from reprise.rl.trajectory import Trajectory
+from reprise.rl.records.trajectory import Trajectory
 from reprise.spec.config import DRAWS, Draw
 from reprise.spec.reuse.prefix_rule import PrefixRule, log, parse_mode
 from reprise.spec.reuse.rollout_cache import CachedResponse

@@ -21,8 +21,8 @@ from benchmarks import environment
 from benchmarks.real_policy.ground import Ground
 from benchmarks.real_policy.questions import ask
 from reprise.models import transformer
-from reprise.rl.rollout import generate
-from reprise.rl.trajectory import Request
+from reprise.rl.python.generate import generate
+from reprise.rl.records.trajectory import Request
 from reprise.spec.config import SamplingConfig
 
 CHATS, GREEDY_TOKENS = 64, 64

@@ -273,10 +273,11 @@ def stop(folder: Path) -> dict[str, Any]:
 
 def train_and_stop(part: str, sent: Path, argv: list[str]) -> int:
     """Run `rl.train` in this process, which sends itself SIGTERM in `part` and notes the time."""
-    from reprise.rl import loop, train
     from reprise.rl.checkpoint import checkpointer
+    from reprise.rl.commands import train
     from reprise.rl.engine.engine import Engine
     from reprise.rl.learner import logprobs
+    from reprise.rl.run import loop
 
     begins, is_reached = loop._begins, threading.Event()
 

@@ -20,8 +20,6 @@ import jax
 
 from benchmarks import environment
 from benchmarks.soak.runs import final_state
-from reprise.rl import run_folder
-from reprise.rl.config import TrainConfig
 from reprise.rl.gin.loader import load
 from reprise.rl.metrics.writer import MetricsWriter, deterministic_view, read_metrics, read_samples
 from reprise.rl.runtime.run_files import (
@@ -30,6 +28,8 @@ from reprise.rl.runtime.run_files import (
     EVALUATION_FILE,
     MARKER_FILE,
 )
+from reprise.rl.settings import run_folder
+from reprise.rl.settings.config import TrainConfig
 from tests.support import tiny_run
 
 ARRAYS_EVERY = 12  # a checkpoint has a hundred files of arrays: one in twelve counts

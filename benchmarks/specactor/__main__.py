@@ -28,7 +28,7 @@ from reprise.models import hf
 from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
 from reprise.rl.engine.stats import EngineStats, RoundRecord
-from reprise.rl.trajectory import Request, Trajectory
+from reprise.rl.records.trajectory import Request, Trajectory
 from reprise.sched.policies.specactor import Acceptance, prob_of, rate
 from reprise.sched.simulator.roofline import ACCELERATORS, MODELS, Instance
 from reprise.spec.buckets import bucket

@@ -1,9 +1,9 @@
 """Attention over packed rows on CPUs, forward and backward (`models.row_attention`).
 
 A token sees the shared tokens of its prompt, and its response up to itself: two ranges. So the
-tokens of a prompt must follow one another in a row, and so must a response's, as `rl.packing`
-lays them out. Padding sees itself. A part is a segment with one key/value head: a prompt of a row
-with its responses, which no other token sees. Sums are float32.
+tokens of a prompt must follow one another in a row, and so must a response's, as
+`rl.records.packing` lays them out. Padding sees itself. A part is a segment with one key/value
+head: a prompt of a row with its responses, which no other token sees. Sums are float32.
 
 Shape suffixes: B rows, T tokens of a row, or of a segment, H heads, K key/value heads, G = H/K, h
 head size, Y queries of one key/value head, V positions that a query sees.

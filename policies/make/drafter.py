@@ -32,9 +32,9 @@ from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.model_runner import ModelRunner
 from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
-from reprise.rl.packing import Response
+from reprise.rl.records.packing import Response
+from reprise.rl.records.trajectory import Request, Trajectory
 from reprise.rl.speculation.device_drafters import LearnedDrafter
-from reprise.rl.trajectory import Request, Trajectory
 from reprise.spec.budget.budget import FixedBudget
 from reprise.spec.config import Proposal, SamplingConfig
 from reprise.spec.drafter import Acceptance, Drafts, LiveSlots

@@ -29,8 +29,8 @@ from reprise.models import hf, tokenizer, transformer
 from reprise.models.config import ModelConfig
 from reprise.rl.data.answers import extract_answer
 from reprise.rl.engine.engine import Engine
-from reprise.rl.rollout import generate
-from reprise.rl.trajectory import Request, Trajectory
+from reprise.rl.python.generate import generate
+from reprise.rl.records.trajectory import Request, Trajectory
 from reprise.spec.config import SamplingConfig
 
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))  # all that questions contain

@@ -2,7 +2,7 @@
 
 The buffer has one chunk of the trace at a time in place of rollouts. The policy's hidden states
 come from packed rows: sequences of similar lengths share them, and responses to one prompt share it
-(rl.packing).
+(rl.records.packing).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from reprise.models import transformer
 from reprise.models.attention import Packing
 from reprise.models.config import ModelConfig
 from reprise.models.transformer import Params
-from reprise.rl import packing
 from reprise.rl.drafter_training.config import DrafterConfig
 from reprise.rl.drafter_training.traces import num_tokens
 from reprise.rl.drafter_training.trainer import SUMS, DrafterTrainer
 from reprise.rl.engine.model_runner import ModelRunner
-from reprise.rl.packing import Response, Row, Shape
+from reprise.rl.records import packing
+from reprise.rl.records.packing import Response, Row, Shape
 from reprise.rl.speculation.device_drafters import LearnedDrafter
 from reprise.spec.buckets import bucket
 from reprise.spec.eagle import training as drafter_training

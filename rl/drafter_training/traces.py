@@ -23,7 +23,7 @@ import numpy as np
 
 from reprise.models.config import ModelConfig
 from reprise.models.tokenizer import Tokenizer
-from reprise.rl.packing import Response
+from reprise.rl.records.packing import Response
 from reprise.rl.runtime.run_files import SAMPLES_FILE
 
 IDS = "prompt_ids", "response_ids"

@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from reprise.rl.engine.slot_table import Prompts, SlotTable
-from reprise.rl.trajectory import PartialRequest
+from reprise.rl.records.trajectory import PartialRequest
 from reprise.spec.page_table import PageTable
 
 Held = Sequence[int | None]  # by row: the prompt that its cache holds whole, busy or free

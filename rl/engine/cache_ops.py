@@ -18,7 +18,7 @@ from reprise.models.attention import Chunks
 from reprise.models.kv_cache import Entries, Kind, KVCache, map_arrays, resize_layer
 from reprise.models.paged_cache import Cache, PagedCache, map_pages
 from reprise.models.sharding import constrain, replicated
-from reprise.rl.trajectory import HostKv
+from reprise.rl.records.trajectory import HostKv
 from reprise.spec.sampling import Processing
 from reprise.spec.verify import Slots
 

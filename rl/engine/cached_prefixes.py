@@ -20,7 +20,7 @@ import numpy as np
 
 from reprise.rl.engine.ending import Endings
 from reprise.rl.engine.stats import CachedCounts
-from reprise.rl.trajectory import PartialRequest, Prefix, Request
+from reprise.rl.records.trajectory import PartialRequest, Prefix, Request
 from reprise.spec.drafter import Drafts, LiveSlots, Source
 from reprise.spec.nodes import KEPT, NOT_GIVEN
 from reprise.spec.reuse.agreement import FIRST_RATE, Correction, expected_tokens

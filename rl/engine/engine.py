@@ -35,14 +35,14 @@ from reprise.rl.engine.slot_table import SlotTable
 from reprise.rl.engine.speculate import Speculator
 from reprise.rl.engine.state_delivery import StateDelivery
 from reprise.rl.engine.stats import EngineStats, RoundRecord
-from reprise.rl.runtime import compilations
-from reprise.rl.trajectory import (
+from reprise.rl.records.trajectory import (
     PartialRequest,
     Request,
     Trajectory,
     check_finite,
     longest_tokens,
 )
+from reprise.rl.runtime import compilations
 from reprise.sched.request import copy_of
 from reprise.spec.budget.budget import plain
 from reprise.spec.reuse.chunk_price import ChunkPrice

@@ -23,8 +23,8 @@ from reprise.models.paged_cache import Cache, PagedCache
 from reprise.rl.engine import cache_ops
 from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.lockstep import LaunchRecord, Lockstep
+from reprise.rl.records.trajectory import HostKv, Request, check_requests
 from reprise.rl.runtime import devices
-from reprise.rl.trajectory import HostKv, Request, check_requests
 from reprise.spec.buckets import widest_tree
 from reprise.spec.budget.budget import DraftDecision
 from reprise.spec.config import Draw, SamplingConfig

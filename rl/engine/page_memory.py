@@ -17,7 +17,7 @@ from reprise.models.paged_cache import PagedCache
 from reprise.rl.engine import admission, cache_ops
 from reprise.rl.engine.model_runner import ModelRunner
 from reprise.rl.engine.slot_table import SlotTable
-from reprise.rl.trajectory import HostKv, PartialRequest
+from reprise.rl.records.trajectory import HostKv, PartialRequest
 from reprise.spec.page_table import PageTable
 
 

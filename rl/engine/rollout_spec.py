@@ -15,7 +15,7 @@ from reprise.models.token_bytes import TokenBytes
 from reprise.models.transformer import Params
 from reprise.rl.engine.ending import Endings, padded_ids
 from reprise.rl.engine.model_runner import ModelRunner
-from reprise.rl.trajectory import Request
+from reprise.rl.records.trajectory import Request
 from reprise.spec.budget.budget import Budget
 from reprise.spec.config import SamplingConfig
 from reprise.spec.drafter import Drafter

@@ -12,7 +12,7 @@ from reprise.models.kv_cache import resize
 from reprise.rl.engine import admission
 from reprise.rl.engine.model_runner import ModelRunner
 from reprise.rl.engine.slot_table import SlotTable
-from reprise.rl.trajectory import HostKv, PartialRequest
+from reprise.rl.records.trajectory import HostKv, PartialRequest
 
 
 class RowMemory:

@@ -22,7 +22,7 @@ from reprise.rl.engine.page_memory import PageMemory
 from reprise.rl.engine.row_memory import RowMemory
 from reprise.rl.engine.slot_table import SlotTable
 from reprise.rl.engine.state_delivery import Ended, StateDelivery
-from reprise.rl.trajectory import PartialRequest
+from reprise.rl.records.trajectory import PartialRequest
 from reprise.spec.reuse.chunk_price import Bucket
 from reprise.spec.verify import Slots, settle
 

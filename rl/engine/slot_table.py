@@ -15,7 +15,7 @@ import numpy as np
 
 from reprise.rl.engine.cached_prefixes import CachedPrefixes
 from reprise.rl.engine.ending import Endings
-from reprise.rl.trajectory import (
+from reprise.rl.records.trajectory import (
     FinishReason,
     Origin,
     PartialRequest,

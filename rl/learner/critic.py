@@ -29,7 +29,7 @@ from reprise.rl.learner.losses import LossInputs, TokenStatistics, token_weights
 from reprise.rl.learner.micro_batches import CriticTargets, MicroBatch, TrainSample
 from reprise.rl.learner.optimizer import CriticState, make_optimizer, settle, trained_shapes
 from reprise.rl.learner.policy_losses import clipped_value_loss
-from reprise.rl.packing import Shape
+from reprise.rl.records.packing import Shape
 
 
 @jax.tree_util.register_dataclass

@@ -14,7 +14,7 @@ from reprise.models.config import ModelConfig
 from reprise.rl.learner import micro_batches
 from reprise.rl.learner.drawn import DrawnResponses
 from reprise.rl.learner.micro_batches import MicroBatch, Packed
-from reprise.rl.packing import Response, Shape
+from reprise.rl.records.packing import Response, Shape
 from reprise.spec.config import SamplingConfig
 
 FLOATS = "weights", "logprobs", "advantages", "low", "high"

@@ -23,7 +23,7 @@ from reprise.models.transformer import Params
 from reprise.rl.learner import micro_batches
 from reprise.rl.learner.config import TrainSpec
 from reprise.rl.learner.micro_batches import MicroBatch, Packed, TrainSample
-from reprise.rl.packing import Shape
+from reprise.rl.records.packing import Shape
 from reprise.rl.runtime.devices import in_turn
 from reprise.spec.sampling import Processing, log_probs
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from reprise.rl.learner.algorithms import Aggregation, Algorithm, AlgorithmConfig, KLEstimator
 from reprise.rl.learner.policy_losses import importance_weights, policy_loss
-from reprise.rl.trajectory import Origin
+from reprise.rl.records.trajectory import Origin
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +32,8 @@ class CriticInputs:
 class LossInputs:
     """The inputs of the loss; float32 [B, T], `mask_BT` bool, `advantages_B` [B].
 
-    `origins_BT` are of `rl.trajectory.Origin`; `critic` has advantages in place of `advantages_B`.
+    `origins_BT` are of `rl.records.trajectory.Origin`; `critic` has advantages in place of
+    `advantages_B`.
     """
 
     mask_BT: jax.Array

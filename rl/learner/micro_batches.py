@@ -1,4 +1,4 @@
-"""Micro-batches of one fixed shape (`rl.packing`) from trajectories, in plain numpy.
+"""Micro-batches of one fixed shape (`rl.records.packing`) from trajectories, in plain numpy.
 
 Every response token is trained once, the end token included; padding never has weight.
 """
@@ -13,10 +13,10 @@ import jax
 import numpy as np
 
 from reprise.models.attention import Packing
-from reprise.rl import packing
 from reprise.rl.learner.losses import CriticInputs, LossInputs
-from reprise.rl.packing import Response, Row, Shape
-from reprise.rl.trajectory import Trajectory
+from reprise.rl.records import packing
+from reprise.rl.records.packing import Response, Row, Shape
+from reprise.rl.records.trajectory import Trajectory
 from reprise.spec.config import SamplingConfig
 from reprise.spec.sampling import Processing
 

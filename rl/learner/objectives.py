@@ -26,7 +26,7 @@ from reprise.rl.learner.gradient_accumulation import Network, all_finite, whole
 from reprise.rl.learner.losses import TokenStatistics
 from reprise.rl.learner.micro_batches import MicroBatch
 from reprise.rl.learner.optimizer import TrainState
-from reprise.rl.packing import Shape
+from reprise.rl.records.packing import Shape
 
 
 @jax.tree_util.register_dataclass

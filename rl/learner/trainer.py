@@ -20,7 +20,6 @@ from reprise.models.config import trained_specs, with_adapters
 from reprise.models.row_attention import segment_tokens
 from reprise.models.sharding import ways_in_use
 from reprise.models.transformer import Params
-from reprise.rl import packing
 from reprise.rl.learner import critic, gradient_accumulation, logprobs, losses, micro_batches
 from reprise.rl.learner.config import TrainSpec
 from reprise.rl.learner.critic import CRITIC
@@ -42,9 +41,10 @@ from reprise.rl.learner.gradient_accumulation import (
 from reprise.rl.learner.logprobs import place, placed_shapes
 from reprise.rl.learner.micro_batches import MicroBatch, Packed, TrainSample
 from reprise.rl.learner.optimizer import TrainState, settle
-from reprise.rl.packing import Shape
+from reprise.rl.records import packing
+from reprise.rl.records.packing import Shape
+from reprise.rl.records.trajectory import Trajectory
 from reprise.rl.runtime.devices import in_turn
-from reprise.rl.trajectory import Trajectory
 from reprise.spec.config import SamplingConfig
 
 OnPass = Callable[[bool], None]  # whether nothing of the batch is applied yet

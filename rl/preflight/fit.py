@@ -25,10 +25,10 @@ from typing import Any
 
 from reprise.models.config import ModelConfig, num_params
 from reprise.models.layout import layers_per_input
-from reprise.rl.config import TrainConfig
-from reprise.rl.memory import ROLLOUTS, TRAINING, Parts
+from reprise.rl.preflight.memory import ROLLOUTS, TRAINING, Parts
 from reprise.rl.preflight.programs import RunProgram, RunPrograms
 from reprise.rl.preflight.targets import Target
+from reprise.rl.settings.config import TrainConfig
 
 OnCompiled = Callable[[str, int, int], None]  # (programs, number compiled, number to compile)
 SAY_S = 60.0  # between two calls of it

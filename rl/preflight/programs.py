@@ -15,12 +15,12 @@ import numpy as np
 from reprise.models import hf, sharding, transformer
 from reprise.models.config import MeshConfig, ModelConfig, trained_specs
 from reprise.models.sharding import make_mesh
-from reprise.rl.config import TrainConfig, drafter_shape, recipe
+from reprise.rl.assembly.first_programs import rollout_reach
+from reprise.rl.assembly.setup import check_bits
 from reprise.rl.engine.engine import Engine
-from reprise.rl.first_programs import rollout_reach
 from reprise.rl.learner import critic, trainer
 from reprise.rl.learner.optimizer import TrainState, make_optimizer, state_shapes
-from reprise.rl.memory import (
+from reprise.rl.preflight.memory import (
     ROLLOUTS,
     TRAINING,
     Parts,
@@ -30,7 +30,7 @@ from reprise.rl.memory import (
     num_bytes,
 )
 from reprise.rl.runtime.run_files import resolve_path
-from reprise.rl.setup import check_bits
+from reprise.rl.settings.config import TrainConfig, drafter_shape, recipe
 from reprise.rl.speculation.device_drafters import (
     DeviceDrafters,
     DeviceDrafterSource,

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from reprise.rl.memory import FIX
 from reprise.rl.preflight.fit import Fit, Measured
+from reprise.rl.preflight.memory import FIX
 
 COLUMNS = ("program", "arguments", "temporaries", "extra", "compiler")
 

@@ -17,14 +17,14 @@ from typing import Literal
 
 from reprise.models.config import ModelConfig
 from reprise.models.layout import axis_ways
-from reprise.rl import packing
-from reprise.rl.config import SIZES, TrainConfig
-from reprise.rl.first_programs import rollout_reach
-from reprise.rl.memory import ROLLOUTS, TRAINING, USABLE_SHARE, opened_devices
+from reprise.rl.assembly.first_programs import rollout_reach
 from reprise.rl.preflight.fit import BOTH, Fit, Fitting
+from reprise.rl.preflight.memory import ROLLOUTS, TRAINING, USABLE_SHARE, opened_devices
 from reprise.rl.preflight.targets import attached
+from reprise.rl.records import packing
 from reprise.rl.runtime import devices
 from reprise.rl.runtime.progress import say
+from reprise.rl.settings.config import SIZES, TrainConfig
 from reprise.spec.buckets import bucket
 
 MICRO_BATCH_TOKENS = 8192  # products with the weights are compute-bound from far fewer on

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from reprise.rl.python.stream import Stream
 from reprise.rl.runtime.progress import say
 from reprise.rl.server import bodies
 from reprise.rl.server import requests as incoming
@@ -23,7 +24,6 @@ from reprise.rl.server.records import Records, no_space
 from reprise.rl.server.requests import LOOPBACK, InParts, TooLarge, error, read_json
 from reprise.rl.server.service import Gone, Served, Service
 from reprise.rl.server.worker import Worker
-from reprise.rl.stream import Stream
 
 LONG_POLL_S = 25.0
 TICK_S = 5.0

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from reprise.rl.api import LOSSES, Adam, Datum, LossSettings, Output, Sample, complete
+from reprise.rl.python.api import LOSSES, Adam, Datum, LossSettings, Output, Sample, complete
 from reprise.rl.server import wire
 from reprise.spec.config import SamplingConfig
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from reprise.rl.api import Datum, Policy
-from reprise.rl.sampler import Sample, Sampler
+from reprise.rl.python.api import Datum, Policy
+from reprise.rl.python.sampler import Sample, Sampler
+from reprise.rl.python.stream import SampleRequest
 from reprise.rl.server import bodies, wire
 from reprise.rl.server.account import Account
 from reprise.rl.server.account import Busy as Busy
@@ -25,7 +26,6 @@ from reprise.rl.server.records import SAMPLER, TRAINING, Change, CheckpointPath,
 from reprise.rl.server.turns import Model, Operation
 from reprise.rl.server.weights import Weights
 from reprise.rl.server.worker import Result, Worker
-from reprise.rl.stream import SampleRequest
 
 MAX_MODELS = 16  # adapters in training, with their optimizer states
 MAX_SESSIONS = 10_000  # above, the oldest ones without a client or a checkpoint are forgotten

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from reprise.rl.api import Policy
+from reprise.rl.python.api import Policy
 
 MAX_AHEAD = 4096  # operations of a model whose predecessors have not come
 GAP_S = 600.0  # after which they are answered without the one that is missing

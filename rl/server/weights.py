@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from reprise.rl.api import Policy
-from reprise.rl.sampler import Sampler
+from reprise.rl.python.api import Policy
+from reprise.rl.python.sampler import Sampler
 from reprise.rl.server.bodies import field, texts, ttl_s
 from reprise.rl.server.records import CHECKPOINTS, SAMPLER, Change, CheckpointPath, Record, Records
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from reprise.rl.python.sampler import Sample
+from reprise.rl.python.stream import SampleRequest, Stream
 from reprise.rl.runtime.progress import say
-from reprise.rl.sampler import Sample
 from reprise.rl.server.account import Busy
 from reprise.rl.server.records import no_space
-from reprise.rl.stream import SampleRequest, Stream
 
 Result = bytes | dict[str, Any]  # a message, or a JSON object
 OnResult = Callable[[Result], None]

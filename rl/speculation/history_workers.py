@@ -17,8 +17,8 @@ import numpy as np
 
 from reprise.rl.cluster import ray_session
 from reprise.rl.cluster.actors import Actor, ActorSettings, Starts
+from reprise.rl.records.trajectory import Prompt
 from reprise.rl.runtime.waits import ProgramLost
-from reprise.rl.trajectory import Prompt
 from reprise.spec.retrieval.history import HistoryIndex, build_index
 from reprise.spec.retrieval.suffix_forest import ProposalRule
 from reprise.spec.reuse.rollout_cache import CachedGroup, CacheFileError, RolloutCache, decode

@@ -18,8 +18,8 @@ import jax
 import numpy as np
 
 from reprise.rl.engine.stats import EngineStats, cached_seconds
+from reprise.rl.records.trajectory import Origin, Prompt, Request, Trajectory
 from reprise.rl.speculation.config import MAX_SAMPLES, ReuseConfig
-from reprise.rl.trajectory import Origin, Prompt, Request, Trajectory
 from reprise.spec.config import SamplingConfig
 from reprise.spec.reuse.agreement import Agreement, RunMisses, agreement, miss_rate, miss_rates
 from reprise.spec.reuse.prefix_rule import PrefixRule, log, parse_mode, parse_schedule

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from reprise.rl.engine.rollout_spec import DrafterContext, DrafterFactory, no_drafts
+from reprise.rl.records.trajectory import Prompt
 from reprise.rl.runtime.waits import Deadline, Hang, result_of
 from reprise.rl.speculation.config import SpeculationConfig
 from reprise.rl.speculation.device_drafters import (
@@ -29,7 +30,6 @@ from reprise.rl.speculation.device_drafters import (
     LearnedDrafter,
 )
 from reprise.rl.speculation.history_workers import HistoryWorkers, Shard
-from reprise.rl.trajectory import Prompt
 from reprise.sched.request import copy_of
 from reprise.spec.budget.bandit import BanditBudget, BegMab, make_bandit
 from reprise.spec.budget.budget import Budget

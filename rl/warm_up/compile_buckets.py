@@ -21,12 +21,12 @@ from reprise.models.transformer import Params
 from reprise.rl.cluster.processes import ALONE, Processes
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
+from reprise.rl.records.trajectory import Request
 from reprise.rl.runtime.parallel_compile import OnCompiled, compile_all, unwatched
 from reprise.rl.runtime.signals import COMPILING, Watch
 from reprise.rl.speculation.config import SpeculationConfig
 from reprise.rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters, DrafterSource
 from reprise.rl.speculation.sources import Speculation
-from reprise.rl.trajectory import Request
 from reprise.rl.warm_up import round_times
 from reprise.rl.warm_up.rollout_programs import WHOLE_MODEL, Pool, Program, Reach
 from reprise.spec.budget.budget import SeeingBudget

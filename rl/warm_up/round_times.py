@@ -24,9 +24,9 @@ from reprise.rl.cluster.processes import ALONE, Processes
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec
 from reprise.rl.engine.stats import host_seconds
+from reprise.rl.records.trajectory import Request
 from reprise.rl.speculation.config import SpeculationConfig
 from reprise.rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
-from reprise.rl.trajectory import Request
 from reprise.rl.warm_up import kept_rounds
 from reprise.rl.warm_up.measured_run import read_rounds, rounds_of_first, write_rounds
 from reprise.rl.warm_up.rollout_programs import Reach, round_buckets

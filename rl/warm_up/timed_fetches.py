@@ -23,10 +23,10 @@ from reprise.rl.engine.rollout_spec import (
     RolloutSpec,
     no_drafts,
 )
+from reprise.rl.records.trajectory import PartialRequest, Request
 from reprise.rl.speculation.config import SpeculationConfig
 from reprise.rl.speculation.device_drafters import DeviceDrafterSource
 from reprise.rl.speculation.sources import Speculation
-from reprise.rl.trajectory import PartialRequest, Request
 from reprise.spec.budget.budget import Budget, DraftDecision, FixedBudget, Sizes, best
 from reprise.spec.budget.config import BANDIT
 from reprise.spec.budget.goodput import DEVICE_SOURCES

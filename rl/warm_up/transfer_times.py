@@ -21,7 +21,7 @@ from reprise.rl.engine import cache_ops
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.slot_cache import open_memory
 from reprise.rl.engine.slot_table import SlotTable
-from reprise.rl.trajectory import HostKv
+from reprise.rl.records.trajectory import HostKv
 from reprise.rl.warm_up.measured_run import MoveTimes, moves_of_first, write_moves
 from reprise.rl.warm_up.rollout_programs import Pool, Reach
 from reprise.spec.config import SamplingConfig

@@ -21,8 +21,8 @@ import numpy as np
 from reprise.rl.engine.engine import OnFinish, OnRound
 from reprise.rl.engine.rollout_spec import DrafterFactory, RolloutSpec
 from reprise.rl.engine.worker_record import WorkerPart
+from reprise.rl.records.trajectory import Request, Trajectory
 from reprise.rl.runtime.waits import POLL_S
-from reprise.rl.trajectory import Request, Trajectory
 from reprise.rl.workers.messages import Returned
 from reprise.rl.workers.multi_engine import MultiEngine, collected
 from reprise.sched.policies.steps import Ahead

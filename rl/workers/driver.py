@@ -17,8 +17,8 @@ from typing import Any
 from reprise.rl.engine.engine import ChunkEnd
 from reprise.rl.engine.rollout_spec import RolloutSpec
 from reprise.rl.engine.worker_record import Kind, WorkerEvent, WorkerPart
+from reprise.rl.records.trajectory import PartialRequest, Request, Trajectory
 from reprise.rl.runtime.waits import Hang, ProgramLost
-from reprise.rl.trajectory import PartialRequest, Request, Trajectory
 from reprise.rl.workers import messages
 from reprise.rl.workers.messages import Event, Report, Result, WorkerError, WorkerLimits
 from reprise.rl.workers.pool import IdleWork, Place

@@ -20,8 +20,8 @@ from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.engine import Engine, OnFinish, OnRound, in_thread
 from reprise.rl.engine.rollout_spec import RolloutSpec
 from reprise.rl.engine.stats import EngineStats
+from reprise.rl.records.trajectory import Request, Trajectory, check_finite, longest_tokens
 from reprise.rl.runtime.waits import HANG_LIMIT_S, POLL_S
-from reprise.rl.trajectory import Request, Trajectory, check_finite, longest_tokens
 from reprise.rl.workers.config import SchedConfig
 from reprise.rl.workers.messages import Result, WorkerLimits
 from reprise.rl.workers.pool import IdleWork, Place, ThreadPlace

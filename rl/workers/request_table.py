@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator
 
 from reprise.rl.engine.stats import PoolCounts
-from reprise.rl.trajectory import HostKv, PartialRequest, Prefix, Request
+from reprise.rl.records.trajectory import HostKv, PartialRequest, Prefix, Request
 from reprise.sched.protocol import Return, Start
 from reprise.sched.request import Kv
 

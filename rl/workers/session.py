@@ -18,8 +18,8 @@ from functools import partial
 from reprise.rl.engine.rollout_spec import RolloutSpec
 from reprise.rl.engine.stats import EngineStats, PoolCounts
 from reprise.rl.engine.worker_record import WorkerEvent
+from reprise.rl.records.trajectory import Request, Trajectory
 from reprise.rl.runtime.waits import POLL_S, Hang, code_line
-from reprise.rl.trajectory import Request, Trajectory
 from reprise.rl.workers.driver import LEAVING_S, SPARE_POLL_S, Driver
 from reprise.rl.workers.messages import Deferred, Result, Returned, WorkerLimits
 from reprise.rl.workers.pool import IdleWork, Place

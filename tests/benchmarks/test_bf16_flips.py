@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks import bf16_flips, workloads
-from reprise.rl.rollout import generate
-from reprise.rl.trajectory import Request
+from reprise.rl.python.generate import generate
+from reprise.rl.records.trajectory import Request
 from reprise.spec.config import SamplingConfig
 from reprise.spec.sampling import step_key
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import countdown
 from benchmarks.environment import ROOT
-from reprise.rl import ablate
+from reprise.rl.commands import ablate
 from reprise.rl.engine.stats import RoundRecord
 from reprise.rl.gin.loader import dump
 from reprise.rl.metrics.writer import MetricsWriter

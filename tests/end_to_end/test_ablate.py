@@ -12,7 +12,7 @@ import pytest
 from command_runs import call_main
 from held_runs import held, make_held_inputs
 
-from reprise.rl import ablate
+from reprise.rl.commands import ablate
 from tests.support import tiny_run
 
 GRID = """

@@ -262,7 +262,7 @@ def trainer_processes(launcher: int) -> list[int]:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        found += [pid] * (b"rl.launch" in command)
+        found += [pid] * (b"rl.run.launch" in command)
     return found
 
 

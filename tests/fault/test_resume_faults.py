@@ -14,7 +14,7 @@ from command_runs import call_main
 
 from benchmarks.soak import runs
 from benchmarks.soak.runs import KillPoint
-from reprise.rl import train
+from reprise.rl.commands import train
 from reprise.rl.metrics.writer import read_metrics
 from tests.support import tiny_run
 

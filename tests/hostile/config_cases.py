@@ -12,10 +12,10 @@ import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from reprise.rl import memory
-from reprise.rl.config import TrainConfig
 from reprise.rl.gin.loader import dump, load
-from reprise.rl.inputs import Inputs, open_inputs
+from reprise.rl.preflight import memory
+from reprise.rl.settings.config import TrainConfig
+from reprise.rl.settings.inputs import Inputs, open_inputs
 from tests.hostile.watch import CANARY, Case, Wrong
 
 ROOT = Path(__file__).parents[2]

@@ -17,15 +17,15 @@ from typing import Any
 import jax
 
 from reprise.models import tokenizer
-from reprise.rl import export, report, train
 from reprise.rl.checkpoint import reader
-from reprise.rl.config import TrainConfig
+from reprise.rl.commands import export, report, train
 from reprise.rl.data.tasks import TaskConfig, open_tasks
 from reprise.rl.gin.loader import load
-from reprise.rl.inputs import open_inputs, open_policy
 from reprise.rl.learner.optimizer import SavedArrays
 from reprise.rl.reports.runs import load_runs
-from reprise.rl.run_checkpoint import saved_shapes
+from reprise.rl.run.run_checkpoint import saved_shapes
+from reprise.rl.settings.config import TrainConfig
+from reprise.rl.settings.inputs import open_inputs, open_policy
 from tests.hostile.config_cases import change
 from tests.hostile.folder_cases import VALUES
 from tests.hostile.watch import Case, Wrong

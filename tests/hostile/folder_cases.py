@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from reprise.rl.inputs import open_policy
+from reprise.rl.settings.inputs import open_policy
 from reprise.spec.eagle import files as eagle_files
 from tests.hostile.config_cases import change, check
 from tests.hostile.watch import CANARY, Case, Wrong

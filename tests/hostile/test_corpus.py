@@ -15,8 +15,8 @@ import time
 
 import pytest
 
-from reprise.rl.config import TrainConfig
 from reprise.rl.gin.loader import load
+from reprise.rl.settings.config import TrainConfig
 from tests.hostile import corpus, file_cases, watch
 from tests.hostile.watch import CANARY, Case
 

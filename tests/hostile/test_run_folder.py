@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from command_runs import call_main
 
-from reprise.rl import report, train
 from reprise.rl.checkpoint.checkpointer import Checkpointer
+from reprise.rl.commands import report, train
 from reprise.rl.runtime.run_files import OWN_NAMES
 from tests.support import tiny_run
 

@@ -13,7 +13,7 @@ from drive import RequestSource
 from parity_model import MODEL, SAMPLINGS, STEP_KEY, STOP
 from shapes import SPEC
 
-from reprise.rl.trajectory import PartialRequest, Request
+from reprise.rl.records.trajectory import PartialRequest, Request
 
 # one size of trees, and buckets of 32 and 64 positions: few programs; a last window would not fit
 CONFIG = dataclasses.replace(

@@ -12,7 +12,7 @@ import numpy as np
 from drafts_by_hand import NO_DRAFT, Draft, chain, stack
 from parity_model import MODEL
 
-from reprise.rl.trajectory import Origin
+from reprise.rl.records.trajectory import Origin
 from reprise.spec.drafter import Drafter, LiveSlots
 
 V = MODEL.vocab_size

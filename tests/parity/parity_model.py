@@ -18,7 +18,7 @@ from shapes import SPEC, one_size
 
 from reprise.models import transformer
 from reprise.models.config import ModelConfig
-from reprise.rl.trajectory import FinishReason, Request
+from reprise.rl.records.trajectory import FinishReason, Request
 from reprise.spec import sampling
 from reprise.spec.config import SamplingConfig
 from reprise.spec.round_times import RoundTimes

@@ -18,7 +18,7 @@ from test_parity_reuse import NODES, changed, rule, with_cached
 
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec
-from reprise.rl.trajectory import Origin
+from reprise.rl.records.trajectory import Origin
 from reprise.spec.budget.budget import FixedBudget
 from reprise.spec.config import ChainConfig
 from reprise.spec.eagle import model as eagle

@@ -18,7 +18,7 @@ from parity_model import MODEL, ONE_SIZE, SAMPLINGS, TOLERANCE, differences, mis
 from shapes import SPEC
 
 from reprise.rl.engine.engine import Engine
-from reprise.rl.trajectory import Origin
+from reprise.rl.records.trajectory import Origin
 
 pytestmark = pytest.mark.parity
 

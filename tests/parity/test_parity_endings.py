@@ -12,7 +12,7 @@ from test_parity_speculation import TIMES, make
 
 from reprise.models.token_bytes import TokenBytes
 from reprise.rl.engine.engine import Engine
-from reprise.rl.trajectory import FinishReason
+from reprise.rl.records.trajectory import FinishReason
 from reprise.spec.budget.budget import FixedBudget
 from reprise.spec.budget.goodput import make_budget
 

@@ -23,8 +23,8 @@ from reprise.models.config import MeshConfig
 from reprise.models.sharding import make_mesh
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.records.trajectory import Origin
 from reprise.rl.speculation.device_drafters import LearnedDrafter
-from reprise.rl.trajectory import Origin
 from reprise.spec.budget.budget import FixedBudget, SeeingBudget
 from reprise.spec.budget.union import DrafterUnion
 from reprise.spec.drafter import Drafter

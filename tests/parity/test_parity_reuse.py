@@ -27,7 +27,7 @@ from reprise.rl.engine.cached_prefixes import CachedPrefixes
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rounds import Rounds
 from reprise.rl.engine.slot_table import SlotTable
-from reprise.rl.trajectory import FinishReason, Origin
+from reprise.rl.records.trajectory import FinishReason, Origin
 from reprise.spec.budget.budget import SeeingBudget
 from reprise.spec.budget.goodput import make_budget
 from reprise.spec.decoupled.copies import CopiesDrafter, Progress

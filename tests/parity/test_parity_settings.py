@@ -27,7 +27,7 @@ from reprise.models.sharding import make_mesh, param_shardings, rollout_mesh
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec
 from reprise.rl.learner.gathering import laid_out
-from reprise.rl.trajectory import FinishReason, Origin
+from reprise.rl.records.trajectory import FinishReason, Origin
 
 pytestmark = pytest.mark.parity
 

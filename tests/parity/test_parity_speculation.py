@@ -8,7 +8,7 @@ from parity_drafters import Oracle, drafted
 from parity_model import MODEL, ONE_SIZE, SAMPLINGS, TOLERANCE, differences, misscored
 
 from reprise.rl.engine.engine import Engine
-from reprise.rl.trajectory import Origin
+from reprise.rl.records.trajectory import Origin
 from reprise.spec.budget.goodput import make_budget
 from reprise.spec.budget.union import DrafterUnion
 from reprise.spec.retrieval.group import GroupDrafter

@@ -15,7 +15,7 @@ from policies.make import countdown, drafter
 from reprise.models import hf, tokenizer
 from reprise.rl.drafter_training.config import DrafterConfig
 from reprise.rl.drafter_training.offline import OfflineConfig, OfflineTraining
-from reprise.rl.packing import Response
+from reprise.rl.records.packing import Response
 from reprise.spec.eagle import files as eagle_files
 from reprise.spec.eagle.config import DataBufferConfig, DrafterTrainingConfig
 

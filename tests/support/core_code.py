@@ -35,12 +35,13 @@ RUN = (
     "--gin.Speculation.budget=fixed:4",
 )
 TRACED_STEP = 4  # of the second epoch: history drafts
+MOST_SHOWN = 40  # of the functions that are called most often
 ROUND = "Rounds.run"  # called once for the rounds between two fetches
 
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """A function of ours, or a module, whose name is then `<module>`."""
+    """A function of ours; also a module or a comprehension, whose last name is then `<…>`."""
 
     file: str  # from the root
     name: str
@@ -48,7 +49,7 @@ class Function:
 
     @property
     def is_named(self) -> bool:
-        return not self.name.startswith("<")
+        return not self.name.endswith(">")
 
 
 class Profile:
@@ -94,7 +95,8 @@ def profiled(folder: Path) -> dict[str, Any]:
     """Return the figures of a run in `folder`, and the functions of each part."""
     start, step = Profile(), Profile()
     sys.setprofile(start)
-    from reprise.rl import loop, train
+    from reprise.rl.commands import train
+    from reprise.rl.run import loop
 
     original, num_steps = loop.train_step, 0
 
@@ -131,6 +133,7 @@ def profiled(folder: Path) -> dict[str, Any]:
         },
         "host": _by_file(host),
         "device": _by_file(device),
+        "calls": {f"{f.file} {f.name}": n / rounds for f, n in calls.items()},
     }
 
 
@@ -236,6 +239,9 @@ if __name__ == "__main__":
         arguments.output.write_text(json.dumps(found, indent=1))
     for name, value in found["figures"].items():
         print(f"{name:45} {value}")
+    print("\ncalls a round:")
+    for name, calls in sorted(found["calls"].items(), key=lambda item: -item[1])[:MOST_SHOWN]:
+        print(f"  {calls:6.1f}  {name}")
     for part in ("host", "device"):
         print(f"\n{part}:")
         for file, names in found[part].items():

@@ -14,11 +14,11 @@ import jax.monitoring
 import numpy as np
 import pytest
 
-from reprise.rl import setup as run_setup
+from reprise.rl.assembly import setup as run_setup
 from reprise.rl.drafter_training.spot_trainer import SpotTrainer
 from reprise.rl.engine.engine import Engine
+from reprise.rl.exchange.responses import Scorer
 from reprise.rl.metrics.writer import deterministic_view, read_metrics, step_rows
-from reprise.rl.responses import Scorer
 from reprise.rl.runtime.signals import COMPILING, Stopped, Watch
 from tests.support import tiny_run
 

@@ -21,11 +21,11 @@ from reprise.rl.cluster.processes import Processes
 from reprise.rl.engine import rounds
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec
-from reprise.rl.rollout import draft_with
+from reprise.rl.python.generate import draft_with
+from reprise.rl.records.trajectory import Request
 from reprise.rl.speculation.config import SpeculationConfig
 from reprise.rl.speculation.device_drafters import LearnedDrafter
 from reprise.rl.speculation.sources import Speculation
-from reprise.rl.trajectory import Request
 from reprise.rl.warm_up import compile_buckets, round_times
 from reprise.rl.warm_up.rollout_programs import Reach
 from reprise.spec.budget.budget import FixedBudget, SeeingBudget, equal_trees

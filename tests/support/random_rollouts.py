@@ -14,7 +14,7 @@ from drive import RequestSource, drive
 
 from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
-from reprise.rl.trajectory import FinishReason, PartialRequest, Request
+from reprise.rl.records.trajectory import FinishReason, PartialRequest, Request
 from reprise.spec.budget.union import DrafterUnion
 from reprise.spec.config import SamplingConfig
 from reprise.spec.drafter import Drafter, no_drafts

@@ -14,7 +14,7 @@ from typing import Any
 
 import uvicorn
 
-from reprise.rl.api import Policy
+from reprise.rl.python.api import Policy
 from reprise.rl.server.app import make_app
 from reprise.rl.server.connections import configured
 from reprise.rl.server.records import Records

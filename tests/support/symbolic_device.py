@@ -20,7 +20,7 @@ from reprise.models.kv_cache import KVCache
 from reprise.models.paged_cache import PagedCache
 from reprise.rl.engine import cache_ops, rounds, row_memory, slot_cache
 from reprise.rl.engine.engine import Engine
-from reprise.rl.trajectory import HostKv
+from reprise.rl.records.trajectory import HostKv
 
 VOCAB = 23
 MODEL = ModelConfig("llama", VOCAB, 8, 1, 1, 1, 4, 8, max_positions=4096)

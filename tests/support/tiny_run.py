@@ -24,14 +24,14 @@ import jax.numpy as jnp
 from policies.make.characters import save_character_tokenizer
 from reprise.models import hf, transformer
 from reprise.models.config import ModelConfig
-from reprise.rl import loop
-from reprise.rl import setup as run_setup
-from reprise.rl.config import TrainConfig
+from reprise.rl.assembly import setup as run_setup
+from reprise.rl.assembly.system import System
 from reprise.rl.gin.loader import load
-from reprise.rl.inputs import Inputs, open_inputs
 from reprise.rl.learner.optimizer import TrainState
+from reprise.rl.run import loop
 from reprise.rl.runtime.signals import Watch
-from reprise.rl.system import System
+from reprise.rl.settings.config import TrainConfig
+from reprise.rl.settings.inputs import Inputs, open_inputs
 
 ROOT = Path(__file__).parents[2]
 CHARACTERS = "0123456789+=abc"

@@ -8,7 +8,7 @@ import rollouts
 from replay import RecordedTeam
 from shapes import PLAIN, TINY, make_params
 
-from reprise.rl.trajectory import Request
+from reprise.rl.records.trajectory import Request
 from reprise.rl.workers.config import SchedConfig
 from reprise.sched.protocol import Start
 from reprise.spec.config import SamplingConfig

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from reprise.rl.trajectory import FinishReason, Trajectory
+from reprise.rl.records.trajectory import FinishReason, Trajectory
 
 
 def trajectory(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reprise.models import transformer
 from reprise.rl.drafter_training import offline
 from reprise.rl.drafter_training.offline import chunks, hidden_of, num_bytes, runs
-from reprise.rl.packing import Response
+from reprise.rl.records.packing import Response
 from reprise.spec.eagle import model as eagle
 from tests.support import tiny_run
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from reprise.models import transformer
-from reprise.rl.drafter_run import first_drafter
+from reprise.rl.assembly.drafter_run import first_drafter
 from reprise.rl.drafter_training import offline as offline_drafter
 from reprise.rl.drafter_training.config import DrafterConfig
 from reprise.rl.drafter_training.offline import OfflineConfig, OfflineTraining, hidden_of, num_bytes
-from reprise.rl.packing import Response
+from reprise.rl.records.packing import Response
 from reprise.spec.eagle import training as drafter_training
 from reprise.spec.eagle.config import DataBufferConfig, DrafterTrainingConfig
 from reprise.spec.eagle.training_data import pack

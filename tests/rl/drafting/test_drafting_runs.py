@@ -14,7 +14,7 @@ from loop_runs import (
     texts,
 )
 
-from reprise.rl import drafting_run as drafting
+from reprise.rl.assembly import drafting_run as drafting
 from reprise.rl.drafting import worker
 from reprise.rl.drafting import workers as drafting_workers
 from reprise.rl.drafting.plans import FIRST_HITS

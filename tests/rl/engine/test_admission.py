@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from reprise.rl.engine import admission
 from reprise.rl.engine.admission import WaitingQueue, assign
 from reprise.rl.engine.slot_table import Prompts
-from reprise.rl.trajectory import PartialRequest, Request
+from reprise.rl.records.trajectory import PartialRequest, Request
 
 A, B, C, D = range(4)
 

@@ -9,7 +9,7 @@ from reprise.rl.engine.cached_prefixes import CachedPrefixes
 from reprise.rl.engine.ending import Endings
 from reprise.rl.engine.slot_table import SlotTable
 from reprise.rl.engine.stats import CachedCounts
-from reprise.rl.trajectory import Origin, PartialRequest, Request
+from reprise.rl.records.trajectory import Origin, PartialRequest, Request
 from reprise.spec.config import SamplingConfig
 from reprise.spec.drafter import Source, no_drafts
 from reprise.spec.nodes import DRAWN, KEPT, NOT_GIVEN, by_slot, pack

@@ -16,7 +16,7 @@ from reprise.rl.engine import rounds
 from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with, no_drafts
-from reprise.rl.trajectory import FinishReason, NonFiniteLogits, PartialRequest, Request
+from reprise.rl.records.trajectory import FinishReason, NonFiniteLogits, PartialRequest, Request
 from reprise.spec.buckets import bucket
 from reprise.spec.budget.bandit import BanditBudget, make_bandit
 from reprise.spec.budget.budget import DraftDecision, FixedBudget

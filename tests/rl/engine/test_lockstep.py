@@ -5,7 +5,7 @@ import pytest
 
 from reprise.rl.engine.lockstep import LaunchRecord
 from reprise.rl.engine.slot_table import SlotTable
-from reprise.rl.trajectory import PartialRequest, Request
+from reprise.rl.records.trajectory import PartialRequest, Request
 
 
 class Heard(list):

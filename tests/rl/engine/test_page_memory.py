@@ -10,7 +10,7 @@ from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.page_memory import PageMemory
 from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
 from reprise.rl.engine.slot_cache import SlotCache
-from reprise.rl.trajectory import PartialRequest, Request
+from reprise.rl.records.trajectory import PartialRequest, Request
 from reprise.spec.config import SamplingConfig
 from reprise.spec.page_table import PageTable
 from reprise.spec.sampling import step_key

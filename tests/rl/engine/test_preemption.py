@@ -11,7 +11,7 @@ from reprise.rl.engine import admission
 from reprise.rl.engine.ending import Endings
 from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
 from reprise.rl.engine.slot_table import SlotTable
-from reprise.rl.trajectory import PartialRequest, Prefix, Request
+from reprise.rl.records.trajectory import PartialRequest, Prefix, Request
 from reprise.spec.budget.budget import FixedBudget, plain
 from reprise.spec.config import SamplingConfig
 from reprise.spec.drafter import Drafter, no_drafts

@@ -8,7 +8,7 @@ from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.ending import Endings
 from reprise.rl.engine.rollout_spec import RolloutSpec
 from reprise.rl.engine.slot_table import SlotTable
-from reprise.rl.trajectory import PartialRequest, Request
+from reprise.rl.records.trajectory import PartialRequest, Request
 from reprise.spec.config import SamplingConfig
 from reprise.spec.sampling import step_key
 from tests.support import symbolic_device

@@ -15,15 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reprise.rl.ablate import AblationRun
-from reprise.rl.config import TrainConfig
+from reprise.rl.commands.ablate import AblationRun
+from reprise.rl.commands.simulate import SimulateRun
 from reprise.rl.drafter_training.offline import OfflineConfig
 from reprise.rl.gin import loader as config_lib
 from reprise.rl.gin.command_line import config_parser, parse_command_line, split_overrides
 from reprise.rl.gin.loader import ConfigError, describe, dump, load
 from reprise.rl.runtime import run_files
 from reprise.rl.runtime.run_files import resolve_path
-from reprise.rl.simulate import SimulateRun
+from reprise.rl.settings.config import TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)

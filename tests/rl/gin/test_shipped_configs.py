@@ -12,14 +12,14 @@ import pytest
 from pyarrow import parquet
 
 from reprise.models import hf
-from reprise.rl import memory
-from reprise.rl.ablate import AblationRun, cells
-from reprise.rl.config import PolicyConfig, TrainConfig
-from reprise.rl.config_checks import check_sections
+from reprise.rl.commands.ablate import AblationRun, cells
+from reprise.rl.commands.simulate import SimulateRun
 from reprise.rl.gin.loader import dump, load
-from reprise.rl.inputs import open_inputs
-from reprise.rl.simulate import SimulateRun
-from reprise.rl.unused_settings import unused_settings
+from reprise.rl.preflight import memory
+from reprise.rl.settings.checks import check_sections
+from reprise.rl.settings.config import PolicyConfig, TrainConfig
+from reprise.rl.settings.inputs import open_inputs
+from reprise.rl.settings.unused import unused_settings
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").rglob("*.gin"))

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from reprise.rl.config import TrainConfig
 from reprise.rl.gin.loader import ConfigError, dump, load
 from reprise.rl.learner.advantages import response_advantages
 from reprise.rl.learner.algorithms import ALGORITHMS, Algorithm, AlgorithmConfig, CriticConfig
+from reprise.rl.settings.config import TrainConfig
 
 PAPERS = {
     "grpo": ("group", "std", "clipped", "token", 0.2, 0.2),

@@ -21,7 +21,7 @@ from reprise.rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
 from reprise.rl.learner.critic import Critic, value_loss
 from reprise.rl.learner.losses import CriticInputs, LossInputs
 from reprise.rl.learner.optimizer import init_state, make_optimizer
-from reprise.rl.packing import Shape
+from reprise.rl.records.packing import Shape
 from reprise.spec.config import SamplingConfig
 
 RECIPE = TrainSpec(

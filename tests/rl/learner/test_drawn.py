@@ -8,7 +8,7 @@ from shapes import CHAT
 
 from reprise.rl.learner.data import Datum, pack
 from reprise.rl.learner.drawn import ENTRY_BYTES, DrawnResponses
-from reprise.rl.packing import Shape
+from reprise.rl.records.packing import Shape
 from reprise.spec.config import SamplingConfig
 
 PLAIN, HALF = SamplingConfig(), SamplingConfig(temperature=0.5)

@@ -20,7 +20,7 @@ from reprise.rl.learner import logprobs as scoring
 from reprise.rl.learner import micro_batches
 from reprise.rl.learner.config import TrainerConfig, TrainSpec
 from reprise.rl.learner.micro_batches import TrainSample
-from reprise.rl.packing import Shape
+from reprise.rl.records.packing import Shape
 from reprise.spec import sampling
 from reprise.spec.config import SamplingConfig
 from reprise.spec.sampling import Processing

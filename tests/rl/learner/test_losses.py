@@ -11,7 +11,7 @@ import pytest
 
 from reprise.rl.learner import losses
 from reprise.rl.learner.losses import AlgorithmConfig, LossInputs
-from reprise.rl.trajectory import Origin
+from reprise.rl.records.trajectory import Origin
 
 LOSS = jax.jit(losses.loss, static_argnums=0)  # eagerly it is a hundred programs
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from reprise.models.attention import packed_mask
 from reprise.rl.learner import micro_batches
 from reprise.rl.learner.micro_batches import TrainSample
-from reprise.rl.packing import Shape
-from reprise.rl.trajectory import FinishReason
+from reprise.rl.records.packing import Shape
+from reprise.rl.records.trajectory import FinishReason
 from reprise.spec.config import SamplingConfig
 
 

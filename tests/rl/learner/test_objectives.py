@@ -12,7 +12,7 @@ from shapes import CHAT
 from reprise.rl.learner.data import Datum, DatumInputs, pack
 from reprise.rl.learner.drawn import DrawnResponses
 from reprise.rl.learner.objectives import LOSSES, Adam, LossSettings, check_inputs, complete
-from reprise.rl.packing import Shape
+from reprise.rl.records.packing import Shape
 from reprise.rl.server import bodies, wire
 
 

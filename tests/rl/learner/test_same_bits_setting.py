@@ -12,10 +12,10 @@ from reprise import models
 from reprise.models.config import LoraShape, ModelConfig
 from reprise.models.kernels import hopper
 from reprise.models.sharding import rollout_mesh
-from reprise.rl import setup
-from reprise.rl.config import TrainConfig
+from reprise.rl.assembly import setup
 from reprise.rl.gin.loader import load
 from reprise.rl.learner.config import NumericsConfig, why_other_bits, why_other_bits_on_accelerators
+from reprise.rl.settings.config import TrainConfig
 
 MODEL = ModelConfig("llama", 50, 64, 1, 4, 2, 16, 96)
 OF_GPUS = ModelConfig("llama", 50, 256, 1, 4, 2, 64, 320)

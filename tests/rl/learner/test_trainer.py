@@ -23,11 +23,12 @@ from reprise.rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
 from reprise.rl.learner.gradient_accumulation import StepScalars, accumulate, start
 from reprise.rl.learner.losses import AlgorithmConfig
 from reprise.rl.learner.optimizer import init_state, learning_rate, make_optimizer, state_shapes
-from reprise.rl.packing import Shape
-from reprise.rl.rollout import generate
-from reprise.rl.run_checkpoint import RunCheckpointer, RunPosition
+from reprise.rl.python.generate import generate
+from reprise.rl.records.packing import Shape
+from reprise.rl.records.trajectory import FinishReason, Request
+from reprise.rl.run.run_checkpoint import RunCheckpointer
 from reprise.rl.runtime.parallel_compile import compile_all
-from reprise.rl.trajectory import FinishReason, Request
+from reprise.rl.steps.position import RunPosition
 from reprise.spec.config import SamplingConfig
 from reprise.spec.sampling import step_key
 

@@ -12,8 +12,8 @@ from trajectories import trajectory
 from reprise.rl.data.tasks import Example
 from reprise.rl.engine.stats import EngineStats
 from reprise.rl.metrics.step_metrics import sample_rows, step_metrics
+from reprise.rl.records.trajectory import FinishReason
 from reprise.rl.rewards.scores import Score
-from reprise.rl.trajectory import FinishReason
 
 
 class Letters:

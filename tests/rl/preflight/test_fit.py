@@ -11,9 +11,7 @@ import pytest
 from figured_programs import figured
 
 from reprise.models.config import ModelConfig
-from reprise.rl.config import TrainConfig
 from reprise.rl.gin.loader import load
-from reprise.rl.memory import ROLLOUTS, TRAINING
 from reprise.rl.preflight import fit as fit_module
 from reprise.rl.preflight import report
 from reprise.rl.preflight.fit import (
@@ -24,8 +22,10 @@ from reprise.rl.preflight.fit import (
     compiled_figures,
     largest_of_kinds,
 )
+from reprise.rl.preflight.memory import ROLLOUTS, TRAINING
 from reprise.rl.preflight.programs import RunProgram
 from reprise.rl.preflight.targets import parse_target
+from reprise.rl.settings.config import TrainConfig
 
 TARGET = parse_target("v5e:1x4")
 MODEL = ModelConfig("qwen3", 64, 16, 8, 4, 2, 8, 32, qk_norm=True, max_positions=256)

@@ -6,10 +6,10 @@ import jax
 import pytest
 
 from reprise.models.config import ModelConfig
-from reprise.rl.config import TrainConfig
 from reprise.rl.gin.loader import load
-from reprise.rl.memory import ROLLOUTS, TRAINING, num_bytes
+from reprise.rl.preflight.memory import ROLLOUTS, TRAINING, num_bytes
 from reprise.rl.preflight.programs import HELD, RunPrograms
+from reprise.rl.settings.config import TrainConfig
 
 MODEL = ModelConfig("qwen3", 64, 16, 2, 4, 2, 8, 32, qk_norm=True, max_positions=256)
 FLAGS = (

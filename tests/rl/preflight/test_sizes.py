@@ -7,13 +7,14 @@ import pytest
 from figured_programs import figured
 
 from reprise.models.config import ModelConfig
-from reprise.rl import run_process, train
-from reprise.rl.config import SIZES, TrainConfig
+from reprise.rl.commands import train
 from reprise.rl.gin.loader import load
-from reprise.rl.memory import TRAINING, USABLE_SHARE
 from reprise.rl.preflight import sizes
 from reprise.rl.preflight.fit import Fitting
+from reprise.rl.preflight.memory import TRAINING, USABLE_SHARE
 from reprise.rl.preflight.targets import parse_target
+from reprise.rl.run import run_process
+from reprise.rl.settings.config import SIZES, TrainConfig
 
 TARGET = parse_target("v5e:1x4")
 MODEL = ModelConfig("qwen3", 64, 16, 2, 4, 2, 8, 32, qk_norm=True, max_positions=256)

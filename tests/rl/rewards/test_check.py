@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from reprise.rl import train
+from reprise.rl.commands import train
 from reprise.rl.data.answers import EXTRACTORS, expected_answer, extract_answer, with_marker
 from reprise.rl.data.tasks import open_task
-from reprise.rl.inputs import Inputs, open_policy
 from reprise.rl.rewards import check
 from reprise.rl.rewards.check import check_rewards
 from reprise.rl.rewards.config import RewardConfig
+from reprise.rl.settings.inputs import Inputs, open_policy
 from reprise.spec.config import SamplingConfig
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -27,11 +27,12 @@ import pytest
 from trajectories import trajectory
 from whole_steps import whole_steps
 
-from reprise.rl import setup as run_setup
+from reprise.rl.assembly import setup as run_setup
 from reprise.rl.checkpoint import checkpointer
 from reprise.rl.drafter_training.spot_trainer import SpotTrainer
 from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.records.trajectory import Request, Trajectory
 from reprise.rl.rewards import pool as rewards
 from reprise.rl.rewards.config import RewardConfig
 from reprise.rl.rewards.process import RewardWorkerError
@@ -40,7 +41,6 @@ from reprise.rl.runtime.parallel_compile import compile_all
 from reprise.rl.runtime.signals import STARTING, Limits, Watch
 from reprise.rl.runtime.waits import POLL_S, Deadline, Hang
 from reprise.rl.speculation import sources
-from reprise.rl.trajectory import Request, Trajectory
 from reprise.rl.workers import driver
 from reprise.rl.workers.config import SchedConfig
 from reprise.rl.workers.messages import WorkerError

@@ -11,11 +11,11 @@ import tinker
 from served import KEY, NAME, serve
 from tinker import types
 
-from reprise.rl import api
-from reprise.rl.config import TrainConfig
 from reprise.rl.gin.loader import load
-from reprise.rl.rollout import generate
-from reprise.rl.trajectory import Request
+from reprise.rl.python import api
+from reprise.rl.python.generate import generate
+from reprise.rl.records.trajectory import Request
+from reprise.rl.settings.config import TrainConfig
 from reprise.spec.config import SamplingConfig
 from reprise.spec.sampling import step_key
 
@@ -75,7 +75,7 @@ def test_capabilities_name_the_policy(service, policy):
 
 
 def test_a_model_is_trained_as_one_of_the_api(service, policy):
-    """Losses, norms and log-probs after two steps are the ones of `rl.api` with the same data."""
+    """Losses, norms and log-probs after two steps are those of `reprise.Policy`."""
     model = service.create_lora_training_client(base_model=NAME, rank=2, seed=5).result()
     own = policy.with_new_adapter(5, 2)
     ids = [1, 5, 2, 7, 3]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from served import KEY, NAME, call, serve
 
-from reprise.rl import api
-from reprise.rl.config import TrainConfig
 from reprise.rl.gin.loader import load
+from reprise.rl.python import api
 from reprise.rl.server import requests
+from reprise.rl.settings.config import TrainConfig
 from tests.hostile import server_sequences
 from tests.rl.server.test_client import SETTINGS
 

@@ -16,7 +16,7 @@ import pytest
 from processes import child_environment
 from served import KEY, call
 
-from reprise.rl import serve
+from reprise.rl.commands import serve
 from reprise.rl.runtime.exit_codes import EXIT_USAGE
 from reprise.rl.server.records import Records
 
@@ -90,7 +90,7 @@ def served(monkeypatch):
     """What is served, in place of an answer: nothing compiles."""
     found = []
     monkeypatch.setattr("reprise.rl.server.app.make_app", lambda *given: found.append(given[0]))
-    monkeypatch.setattr("reprise.rl.stream.Stream.warm_up", lambda *_: None)
+    monkeypatch.setattr("reprise.rl.python.stream.Stream.warm_up", lambda *_: None)
     monkeypatch.setattr(serve, "_serve", lambda app, sock, args: 0)
     return found
 

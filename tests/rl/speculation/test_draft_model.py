@@ -11,9 +11,9 @@ from loop_runs import assert_same_run, finish, texts
 
 from policies.make.characters import save_character_tokenizer
 from reprise.models import hf, transformer
-from reprise.rl.config import TrainConfig
 from reprise.rl.gin.loader import load
-from reprise.rl.inputs import open_inputs
+from reprise.rl.settings.config import TrainConfig
+from reprise.rl.settings.inputs import open_inputs
 from reprise.rl.speculation.config import DraftModelConfig
 from reprise.rl.speculation.device_drafters import DraftModel
 from tests.support import tiny_run

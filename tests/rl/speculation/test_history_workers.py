@@ -9,10 +9,10 @@ import pytest
 from thread_actors import SETTINGS, ThreadRoom
 
 from reprise.rl.cluster import ray_session
-from reprise.rl.config import TrainConfig
-from reprise.rl.config_checks import check_cluster
 from reprise.rl.gin.loader import load
 from reprise.rl.runtime.waits import ProgramLost
+from reprise.rl.settings.checks import check_cluster
+from reprise.rl.settings.config import TrainConfig
 from reprise.rl.speculation import history_workers
 from reprise.rl.speculation.config import SpeculationConfig
 from reprise.rl.speculation.history_workers import HistoryActor, HistoryWorkers, history_index

@@ -8,9 +8,9 @@ import pytest
 from trajectories import trajectory
 
 from reprise.rl.engine.stats import EngineStats
+from reprise.rl.records.trajectory import Origin
 from reprise.rl.speculation.config import MAX_SAMPLES, ReuseConfig, check_coupling
 from reprise.rl.speculation.reuse import Reuse, remember
-from reprise.rl.trajectory import Origin
 from reprise.spec.reuse.agreement import FIRST_RATE, Agreement, RunMisses, miss_rates
 from reprise.spec.reuse.renewal import Renewal, renewed_name
 from reprise.spec.reuse.rollout_cache import RolloutCache

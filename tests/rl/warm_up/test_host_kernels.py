@@ -25,8 +25,8 @@ from reprise.rl.engine.config import EngineConfig
 from reprise.rl.warm_up.compile_buckets import compile_host_kernels
 from reprise.rl.speculation.reuse import remember
 from reprise.rl.speculation.sources import Speculation, SpeculationConfig
-from reprise.rl.rollout import generate
-from reprise.rl.trajectory import Request
+from reprise.rl.python.generate import generate
+from reprise.rl.records.trajectory import Request
 from reprise.spec.budget.budget import FixedBudget
 from reprise.spec.round_times import RoundTimes
 from reprise.spec.reuse.rollout_cache import RolloutCache

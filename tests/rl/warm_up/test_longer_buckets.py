@@ -12,8 +12,8 @@ from reprise.models import transformer
 from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.records.trajectory import Request
 from reprise.rl.runtime.signals import COMPILING, Watch
-from reprise.rl.trajectory import Request
 from reprise.rl.warm_up import round_times
 from reprise.rl.warm_up.compile_buckets import LongerBuckets
 from reprise.rl.warm_up.rollout_programs import Pool, Reach

@@ -15,9 +15,9 @@ from reprise.models import transformer
 from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.records.trajectory import Request
 from reprise.rl.speculation.config import SpeculationConfig
 from reprise.rl.speculation.sources import Speculation
-from reprise.rl.trajectory import Request
 from reprise.rl.warm_up import compile_buckets, round_times, timed_fetches
 from reprise.rl.warm_up.rollout_programs import Reach, round_buckets
 from reprise.spec.budget.budget import plain

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from manual_workers import arrays, manual_driver
 
 from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.records.trajectory import Request, Trajectory
 from reprise.rl.runtime.waits import ProgramLost
-from reprise.rl.trajectory import Request, Trajectory
 from reprise.rl.workers.messages import Deferred, Returned, WorkerError
 from reprise.sched.policies.divided import make_scheduler
 from reprise.sched.policies.fastest_of_n import FastestOfN

@@ -22,7 +22,7 @@ from tiny_team import (
 )
 
 from reprise.rl.engine.rollout_spec import RolloutSpec
-from reprise.rl.trajectory import Origin, Request
+from reprise.rl.records.trajectory import Origin, Request
 from reprise.spec.budget.budget import FixedBudget
 from reprise.spec.config import SamplingConfig
 from reprise.spec.drafter import Drafter

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from reprise.rl.engine.stats import PoolCounts
-from reprise.rl.trajectory import PartialRequest, Request
+from reprise.rl.records.trajectory import PartialRequest, Request
 from reprise.rl.workers.request_table import RequestTable
 from reprise.sched.protocol import Start
 from reprise.sched.request import Kv

@@ -1,0 +1,353 @@
+"""The learned drafter of a run: opened, trained during the run, and saved."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from reprise.models.config import ModelConfig
+from reprise.models.folder import Folder
+from reprise.models.transformer import Params
+from reprise.rl.checkpoint.checkpointer import Checkpointer
+from reprise.rl.checkpoint.config import CheckpointConfig
+from reprise.rl.checkpoint.reader import NoWholeCheckpointError
+from reprise.rl.cluster.processes import ALONE
+from reprise.rl.drafter_training.config import DrafterConfig, shape_of
+from reprise.rl.drafter_training.spot_trainer import SpotTrainer
+from reprise.rl.drafter_training.trainer import BufferSink, DrafterTrainer, TrainContext
+from reprise.rl.engine.engine import Engine, RolloutEngine
+from reprise.rl.exchange.responses import WHOLE, Partition
+from reprise.rl.runtime.run_files import DRAFTER
+from reprise.rl.runtime.waits import Deadline
+from reprise.rl.settings.config import TrainConfig
+from reprise.rl.settings.inputs import Inputs
+from reprise.rl.speculation.device_drafters import LearnedDrafter
+from reprise.spec.eagle import files as eagle_files
+from reprise.spec.eagle import model as eagle
+from reprise.spec.eagle.config import DrafterTrainingConfig
+from reprise.spec.eagle.model import EagleWeights
+from reprise.spec.eagle.training import DrafterState, state_of
+from reprise.spec.eagle.training_data import DataBuffer, RequestSample
+
+_VOCABULARY_PROMPTS = 20_000
+
+
+def open_drafter(config: TrainConfig, inputs: Inputs) -> EagleWeights:
+    """Return the drafter that a run starts from; a reduced vocabulary is from the first prompts."""
+    first = range(min(len(inputs.task), _VOCABULARY_PROMPTS))
+    prompts = (inputs.encode(inputs.task[i], config.task) for i in first)
+    training, seed = config.drafter_training, config.run.seed
+    return first_drafter(config.drafter, training, inputs.model, seed, prompts)
+
+
+def first_drafter(
+    options: DrafterConfig,
+    training: DrafterTrainingConfig,
+    model: ModelConfig,
+    seed: int,
+    texts: Iterable[Sequence[int] | np.ndarray],
+) -> EagleWeights:
+    """Return the drafter to start from, in float32: a folder's, or one of random weights.
+
+    A reduced vocabulary has the most frequent tokens of `texts`, which are not read otherwise.
+    """
+    if options.directory is not None:
+        drafter = eagle_files.load(options.directory, model)
+        master = jax.tree.map(lambda p: p.astype(jnp.float32), drafter.params)
+        return dataclasses.replace(drafter, params=master)
+    shape, ids_U = shape_of(options, training, model), None
+    if shape.draft_vocab_size:
+        ids_U = frequent_tokens(texts, model, shape.draft_vocab_size)
+    return EagleWeights(shape, eagle.init(shape, jax.random.key(seed)), ids_U)
+
+
+def frequent_tokens(
+    texts: Iterable[Sequence[int] | np.ndarray], model: ModelConfig, size: int
+) -> np.ndarray:
+    """Return the end tokens and the most frequent tokens of texts, ascending int32 [size]."""
+    counts_V = np.zeros(model.vocab_size, np.int64)
+    for tokens in texts:
+        np.add.at(counts_V, np.asarray(tokens), 1)
+    counts_V[list(model.eos_token_ids)] = np.iinfo(np.int64).max
+    return np.sort(np.argsort(-counts_V, kind="stable")[:size]).astype(np.int32)
+
+
+class DrafterRun:
+    """Training of a run's drafter, step by step. Made by `open_run`.
+
+    If workers are other programs, `trainer_engine` is an engine on the trainer's devices (of
+    process 0) that sums and applies gradients, and trains after rollouts.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        trainer: DrafterTrainer,
+        spot: SpotTrainer | None,
+        trainer_engine: Engine | None = None,
+    ) -> None:
+        self.trainer, self.spot, self.trainer_engine = trainer, spot, trainer_engine
+        self._config, self._rl_step, self._first_step = config, 0, 0
+
+    @property
+    def trains(self) -> bool:
+        """True if the run trains it; otherwise it keeps the weights that it was opened with."""
+        return self.spot is not None or self._config.drafter.steps_after_rollout > 0
+
+    def sink(self, step: int) -> BufferSink | None:
+        """Return the sink for hidden states of a sample of a step's requests, to train on."""
+        if not self.trains:
+            return None
+        config, buffer = self._config, self.trainer.buffer
+        width = self.trainer.learned.config.hidden_width
+        token_bytes = width * np.dtype(config.trainer.dtype).itemsize + np.dtype(np.int32).itemsize
+        # in a pipeline the step before is not whole yet
+        before = step - 1 if config.sched.mode == "pipeline" else step
+        share = buffer.share_for(
+            before, config.rollout.num_requests, config.longest_tokens, token_bytes
+        )
+        return BufferSink(buffer, step, RequestSample(config.run.seed, step, share))
+
+    def began(self, params: Params, step: int) -> None:
+        """Note that a rollout of a step starts with these weights; a step may have several."""
+        if step != self._rl_step:
+            self._rl_step, self._first_step = step, self.trainer.step
+        if self.spot is None:
+            self.trainer.begin(step)
+        else:
+            self.spot.prepare(params, step)
+
+    @property
+    def learned(self) -> LearnedDrafter:
+        return self.trainer.learned
+
+    @property
+    def waits_for_training(self) -> bool:
+        """True if the run waits while it trains after a rollout; idle workers train meanwhile."""
+        return self.spot is None
+
+    @property
+    def trained_this_step(self) -> bool:
+        """True if it trained since the step's rollouts started; spot training has no step."""
+        return self.spot is None and self.trainer.step != self._first_step
+
+    def after_rollout(self, engine: RolloutEngine, weights: Params) -> None:
+        """Train `steps_after_rollout` steps, and publish the weights for the next rollout."""
+        if not self.trains:
+            return
+        steps, trainer = self._config.drafter.steps_after_rollout, self.trainer
+        if steps:
+            do_at(
+                engine,
+                self.trainer_engine or engine.engines[0],
+                lambda e: trainer.run_steps(steps, trainer.context(e, e.place(weights))),
+            )
+        trainer.publish()
+
+    def warm_up(self, engine: RolloutEngine, weights: Params) -> None:
+        """Compile the training programs on every worker that may train."""
+        if not self.trains:
+            return
+        trainer, workers = self.trainer, engine.engines
+        if self.trainer_engine is not None:
+            workers = [self.trainer_engine]  # other programs compile theirs
+        for worker in workers if self.spot is not None else workers[:1]:
+            do_at(engine, worker, lambda e: trainer.warm_up(trainer.context(e, e.place(weights))))
+
+    def mark(self) -> None:
+        """Make the current buffer the rollback point of `undo`."""
+        self.trainer.buffer.mark()
+
+    def undo(self) -> None:
+        """Remove all entries since `mark`."""
+        self.trainer.buffer.undo()
+
+    def metrics(self) -> dict[str, float]:
+        """Return means over the steps since the last call, and the buffer's size."""
+        rows, buffer = self.trainer.take_history(), self.trainer.buffer
+        means = {
+            f"drafter/{name}": float(np.mean([row[name] for row in rows]))
+            for name in (rows[0] if rows else ())
+        }
+        return means | {
+            "drafter/steps": float(len(rows)),
+            "drafter/total_steps": float(self.trainer.step),
+            "drafter/buffer_bytes": float(buffer.num_bytes),
+            "drafter/buffer_sequences": float(buffer.num_sequences),
+        }
+
+    @property
+    def template(self) -> DrafterState:
+        """The arrays of a run's checkpoint, for their shapes."""
+        return self.trainer.state
+
+    def saved(self) -> tuple[DrafterState, dict[str, Any]]:
+        """Return the arrays and the plain state of a run's checkpoint."""
+        state, step = self.trainer.snapshot()
+        return state, {"step": step, "buffer": self.trainer.buffer.state()}
+
+    def load(self, arrays: DrafterState, state: dict[str, Any], *, exact: bool) -> None:
+        """Continue from a run's checkpoint, or unless `exact` from a newer one of the drafter."""
+        self.trainer.buffer.load_state(state["buffer"])
+        step = int(state["step"])
+        if not exact and self.trainer.checkpoints is not None:
+            try:
+                newest = self.trainer.checkpoints.restore(arrays)
+            except NoWholeCheckpointError:
+                pass
+            else:
+                if newest.step > step:
+                    arrays, step = newest.arrays, newest.step
+        self.trainer.load(arrays, step)
+
+
+def open_run(
+    config: TrainConfig,
+    drafter: EagleWeights,
+    folder: Path,
+    stack: ExitStack,
+    clock: Callable[[], float],
+    heartbeat: Callable[[], object] = lambda: None,
+    partition: Partition = WHOLE,
+    trainer_engine: Engine | None = None,
+) -> DrafterRun:
+    """Open a drafter's training; its last checkpoint is written when `stack` closes.
+
+    Waiting for a save calls `heartbeat`. Of several processes with separate engines each trains a
+    drafter on its responses, and process 0's is saved; under one engine they train one together.
+    """
+    options, deadline = config.drafter, Deadline(config.run.hang_limit_s, heartbeat)
+    keeps = CheckpointConfig(keep=2, asynchronous=config.checkpoint.asynchronous)
+    trainer = DrafterTrainer(
+        options,
+        config.drafter_training,
+        LearnedDrafter(drafter, options.tree),
+        DataBuffer(config.data_buffer),
+        seed=config.run.seed,
+        temperature=config.sampling.temperature,
+        checkpoints=_checkpoints(folder, keeps, deadline, stack, partition),
+    )
+    stack.enter_context(_kept(trainer))
+    if trainer_engine is not None:
+        trainer.move_to(trainer_engine)
+    spot = None
+    if idle_workers_train(config):
+        contexts = None if trainer_engine is None else partial(_elsewhere, trainer_engine)
+        spot = SpotTrainer(trainer, options.min_idle_workers, clock, contexts)
+    return DrafterRun(config, trainer, spot, trainer_engine)
+
+
+def idle_workers_train(config: TrainConfig) -> bool:
+    """Return whether workers of the run train its drafter while they are idle."""
+    several = config.sched.workers > 1 or config.sched.beside_training
+    return config.drafter.spot and several
+
+
+def _elsewhere(trainer_engine: Engine, worker: Any, weights: Params) -> TrainContext:
+    """Return the training context of a worker in another program."""
+    return TrainContext(trainer_engine, None, partial(worker.gradients, weights))
+
+
+def _checkpoints(
+    folder: Path,
+    keeps: CheckpointConfig,
+    deadline: Deadline,
+    stack: ExitStack,
+    partition: Partition,
+) -> Checkpointer | None:
+    """Return the drafter's checkpointer; None in a process whose drafter is not saved."""
+    if partition.splits and not partition.processes.is_first:
+        return None
+    together = ALONE if partition.splits else partition.processes
+    own = Folder(folder).folder(DRAFTER)
+    return stack.enter_context(Checkpointer(own, keeps, deadline, processes=together))
+
+
+@contextmanager
+def _kept(trainer: DrafterTrainer) -> Iterator[None]:
+    """Save the last state when a run is done without an error."""
+    yield
+    trainer.save_last()
+
+
+def do_at(engine: RolloutEngine, worker: Engine, work: Callable[[Engine], object]) -> None:
+    """Call `work` with one of the engine's workers, on its devices."""
+
+    def there() -> None:
+        with worker.mesh_context():
+            work(worker)
+
+    engine.do(there)
+
+
+class DrafterStub:
+    """Placeholder in processes other than 0, which has the workers and the drafter.
+
+    All processes write and read a checkpoint together, so it has arrays of the same shapes, without
+    values. `learned` has shapes instead of weights. Made by `open_stub`.
+    """
+
+    trained_this_step, spot = False, None
+
+    def __init__(
+        self, learned: LearnedDrafter, template: DrafterState, *, waits_for_training: bool
+    ) -> None:
+        self.learned, self.template = learned, template
+        self.waits_for_training = waits_for_training
+
+    def sink(self, step: int) -> None:
+        """No response is generated here."""
+
+    def began(self, params: Params, step: int) -> None:
+        """Nothing drafts here."""
+
+    def after_rollout(self, engine: RolloutEngine, weights: Params) -> None:
+        """Process 0 trains."""
+
+    def warm_up(self, engine: RolloutEngine, weights: Params) -> None:
+        """Nothing is compiled."""
+
+    def mark(self) -> None:
+        """Nothing was caught."""
+
+    def undo(self) -> None:
+        """Nothing was caught."""
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def saved(self) -> tuple[DrafterState, dict[str, Any]]:
+        """Return arrays that only process 0's have a value of, and no state."""
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.template)
+        return jax.device_put(zeros), {}
+
+    def load(self, arrays: DrafterState, state: dict[str, Any], *, exact: bool) -> None:
+        """Process 0 continues from a checkpoint."""
+
+
+AnyDrafter = DrafterRun | DrafterStub
+
+
+def open_stub(config: TrainConfig, inputs: Inputs) -> DrafterStub:
+    """Return the placeholder of the run's drafter; of its folder only the shapes are read."""
+    options, training = config.drafter, config.drafter_training
+
+    def state() -> DrafterState:
+        start = first_drafter(options, training, inputs.model, config.run.seed, ())
+        return state_of(training, jax.tree.map(jnp.asarray, start.params))
+
+    template: DrafterState = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(state)
+    )
+    shape = shape_of(options, training, inputs.model)
+    learned = LearnedDrafter(EagleWeights(shape, template.params), options.tree)
+    waits = not idle_workers_train(config)
+    return DrafterStub(learned, template, waits_for_training=waits)

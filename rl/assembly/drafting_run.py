@@ -1,0 +1,138 @@
+"""The drafting workers of a run: engines of this program, or actors on Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from reprise.models.config import ModelConfig
+from reprise.rl.cluster.actors import Actor, ActorSettings, Starts
+from reprise.rl.cluster.join import DRAFT_MODEL
+from reprise.rl.drafting.config import methods_of
+from reprise.rl.drafting.plans import Planner
+from reprise.rl.drafting.workers import (
+    CONCURRENCY,
+    DraftingActors,
+    DraftingSettings,
+    DraftingWorkers,
+)
+from reprise.rl.engine.engine import RolloutEngine
+from reprise.rl.settings.config import TrainConfig
+from reprise.rl.speculation.sources import Speculation
+from reprise.rl.workers.multi_engine import Helpers, MultiEngine
+from reprise.spec.budget.config import MODEL
+
+
+def make_planner(config: TrainConfig) -> Planner:
+    """Return the planner of a run's drafting workers."""
+    settings, sched, max_nodes = config.drafting, config.sched, config.engine.max_nodes - 1
+    methods = methods_of(len(config.draft_model.each))
+    window = settings.window or min(max_nodes, config.draft_model.max_depth)
+    requests = min(config.rollout.num_requests, sched.workers * config.engine.max_slots)
+    return Planner(settings, sched.workers, requests, window, methods)
+
+
+def take_workers(
+    config: TrainConfig,
+    engine: RolloutEngine,
+    speculation: Speculation,
+    clock: Callable[[], float],
+    report: Callable[[str], None],
+) -> DraftingWorkers:
+    """Take the drafting workers from the engine's, and have idle ones help.
+
+    Raises ValueError if there are more than devices.
+    """
+    settings = config.drafting
+    assert isinstance(engine, MultiEngine), "drafting workers draft for others"
+    num_devices = len(jax.local_devices())
+    if (count := settings.workers or 1) > num_devices:
+        raise ValueError(
+            "expected at most as many drafting workers as devices, got "
+            f"Drafting.workers={count} and {num_devices}: lower it, or on a CPU set XLA_FLAGS="
+            f"--xla_force_host_platform_device_count={count}"
+        )
+    planner = make_planner(config)
+    drafting = DraftingWorkers(
+        speculation.drafters,
+        planner,
+        config.longest_tokens,
+        report=report,
+        clock=clock,
+        hang_limit_s=config.run.hang_limit_s,
+    )
+    if settings.workers:
+        drafting.take(engine.engines, settings.workers)
+        speculation.apart = {MODEL: drafting}
+    if settings.helps:
+        have_idle_help(engine, speculation, planner)
+    return drafting
+
+
+def have_idle_help(engine: MultiEngine, speculation: Speculation, planner: Planner) -> None:
+    """Have idle workers answer others' last requests again, if the planner agrees."""
+    settings = planner.config
+    speculation.methods_of_copies = settings.methods
+    size = len(settings.methods), settings.requests_per_helper
+    engine.helpers = Helpers(*size, planner.worth, lambda: planner.observed.acceptance())
+
+
+@contextlib.contextmanager
+def open_actors(
+    config: TrainConfig, policy: ModelConfig, dtype: np.dtype, report: Callable[[str], None]
+) -> Iterator[DraftingActors | None]:
+    """Start the drafting workers of a run on Ray, if it has any; end them at the end.
+
+    There is an actor for each device. Nothing waits for them: `DraftingActors.wait_ready` does.
+    """
+    if not config.drafting.workers:
+        yield None
+        return
+    from reprise.rl.cluster.ray_session import reserve
+
+    count = config.drafting.workers * config.sched.devices_per_worker
+    start_s, wanted = 2 * config.cluster.deadline_s, f"Drafting.workers={config.drafting.workers}"
+    with reserve(count, wanted, start_s, devices=1) as room:
+        with drafting_actors(config, policy, dtype, room, report) as actors:
+            yield actors
+
+
+def drafting_actors(
+    config: TrainConfig,
+    policy: ModelConfig,
+    dtype: np.dtype,
+    room: Starts,
+    report: Callable[[str], None],
+) -> DraftingActors:
+    """Return the drafting workers of a run, to be started in this reservation."""
+    folder, deadline_s = config.draft_model_folder, config.cluster.deadline_s
+    assert folder is not None and config.drafting.workers, "they draft with a draft model"
+    planner = make_planner(config)
+    planner.drafting_workers = config.drafting.workers
+    count = config.drafting.workers * config.sched.devices_per_worker
+    settings = DraftingSettings(
+        policy,
+        config.engine,
+        np.dtype(dtype).name,
+        dataclasses.replace(config.draft_model, directory=str(folder)),
+        config.drafting,
+        planner.max_window,
+        num_rows=-(-planner.num_requests // min(count, config.num_verifying)),
+        longest_tokens=config.longest_tokens,
+        sampling=config.sampling,
+    )
+    files = {DRAFT_MODEL: str(folder)}
+    of_actors = ActorSettings(files, deadline_s, 2 * deadline_s, report)
+
+    def start(number: int) -> Actor:
+        args = f"drafting worker {number}", "reprise.rl.drafting.workers:DraftingActor", (settings,)
+        options: dict[str, Any] = {"make_s": config.run.compile_limit_s}
+        options["concurrency"] = CONCURRENCY
+        return Actor(*args, of_actors, room, number, **options)
+
+    return DraftingActors(planner, count, start, hang_limit_s=deadline_s)

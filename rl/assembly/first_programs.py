@@ -1,0 +1,296 @@
+"""Compiles and times the programs of a run before its first step, on the devices of its engines.
+
+The bounds of its rollouts (`rollout_reach`) determine the programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+
+from reprise.models.config import ModelConfig
+from reprise.models.transformer import Params
+from reprise.rl.cluster.processes import Processes
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.engine import Engine, RolloutEngine
+from reprise.rl.exchange.responses import WHOLE, Partition
+from reprise.rl.runtime.parallel_compile import OnCompiled
+from reprise.rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
+from reprise.rl.runtime.signals import Watch
+from reprise.rl.settings.config import TrainConfig
+from reprise.rl.settings.inputs import Inputs
+from reprise.rl.speculation.sources import Speculation
+from reprise.rl.warm_up import compile_buckets, kept_rounds, transfer_times
+from reprise.rl.warm_up.compile_buckets import LongerBuckets
+from reprise.rl.warm_up.rollout_programs import Decisions, NodeSizes, Pool, Reach
+from reprise.rl.warm_up.round_times import load_or_measure
+from reprise.rl.workers.multi_engine import MultiEngine
+from reprise.sched.simulator.measured_costs import MeasuredCosts
+from reprise.sched.simulator.roofline import Costs
+from reprise.spec.budget.bandit import node_counts
+from reprise.spec.budget.budget import DraftDecision, best_trees, equal_trees
+from reprise.spec.budget.config import BANDIT, LEARNED, MODEL, parse_budget
+from reprise.spec.config import SamplingConfig
+from reprise.spec.sampling import step_key
+
+if TYPE_CHECKING:
+    from reprise.rl.drafting.workers import DraftingWorkers
+
+
+def _node_sizes(config: TrainConfig) -> NodeSizes | None:
+    """The numbers of nodes that rounds can have, by slots; None: all.
+
+    A bandit has one for each range of batch sizes, so that fewer programs are kept.
+    """
+    if config.speculation.budget != BANDIT:
+        return None
+    engine, tuner = config.engine, config.tuner
+
+    def nodes(num_slots: int) -> set[int]:
+        sizes, wanted = engine.node_sizes(num_slots), node_counts(tuner, num_slots)
+        return {next((m for m in sizes if m >= count), sizes[-1]) for count in wanted if sizes}
+
+    return nodes
+
+
+def _no_nodes(num_slots: int) -> set[int]:
+    """Return the numbers of nodes of rounds without drafts: none in addition to the plain one."""
+    return set()
+
+
+def drafted_alone(config: TrainConfig) -> dict[str, Decisions]:
+    """Return the decisions for rounds with one drafter, on the device, by its name."""
+    max_tokens = config.engine.max_nodes - 1
+    requested = {LEARNED: max_tokens, MODEL: min(config.draft_model.max_depth, max_tokens)}
+    sources, nodes = config.speculation.sources, _node_sizes(config)
+    budget, fixed = parse_budget(config.speculation.budget)
+
+    def decisions(most: int, num_slots: int) -> list[DraftDecision]:
+        sizes = config.engine.node_sizes(num_slots)
+        if nodes is not None:  # a bandit's
+            wanted = [m // num_slots - 1 for m in nodes(num_slots)]
+        elif budget == "fixed":
+            wanted = [min(most, fixed)]
+        else:
+            return [best_trees(m, num_slots, most) for m in sizes]
+        result = (equal_trees(tokens, sizes, num_slots) for tokens in wanted)
+        return [decision for decision in result if decision is not None]
+
+    can = {name for name in requested if name in sources and (nodes or len(sources) == 1)}
+    if config.drafting.workers:
+        can -= {MODEL}
+    return {
+        name: partial(decisions, requested[name]) for name in can if budget not in ("off", "aimd")
+    }
+
+
+def rollout_reach(config: TrainConfig, partition: Partition = WHOLE) -> Reach:
+    """Return the bounds of a process's rollouts, except for drafters on the device."""
+    beside = config.sched.beside_training  # evaluated on another engine
+    return Reach(
+        partition.max_groups(config.rollout.prompts_per_step) * config.rollout.group_size,
+        config.rollout.max_prompt_tokens if beside else config.max_any_prompt_tokens,
+        speculative=config.speculation.enabled,
+        reuse=config.reuse.enabled or config.sched.mode == "ahead",
+        moves=config.sched.workers > 1 or beside,
+        nodes=_node_sizes(config),
+        alone=drafted_alone(config),
+    )
+
+
+def evaluation_engine(config: TrainConfig, num_requests: int, ways: int) -> EngineConfig:
+    """Return the settings of an engine that only evaluates, on a mesh that splits slots `ways`.
+
+    It has no more pages than its requests can need: `Engine.pages` may be sized for other devices.
+    """
+    engine = config.engine
+    if not engine.pages or engine.pages == "auto":
+        return engine
+    max_tokens = config.max_any_prompt_tokens + config.sampling.max_any_new_tokens
+    slots = engine.over(ways).slot_bucket(num_requests)
+    needed = dataclasses.replace(engine, pages=0).num_pages(slots, max_tokens, ways)
+    return dataclasses.replace(engine, pages=min(engine.pages, needed))
+
+
+def num_whole_model(config: TrainConfig, model: ModelConfig, *, is_cpu: bool) -> int:
+    """Return how many programs of rollouts run the whole policy; opens no device."""
+    is_paged = config.engine.is_paged(is_cpu)
+    settings = dataclasses.replace(config.engine, cache="pages" if is_paged else "rows")
+    runner, bounds = Engine(model, settings), rollout_reach(config)
+    return compile_buckets.num_whole_model(runner, config.sampling, bounds)
+
+
+def longer_buckets(
+    engine: RolloutEngine,
+    weights: Params,
+    sampling: SamplingConfig,
+    speculation: Speculation,
+    reach: Reach,
+    watch: Watch,
+    told: Callable[[str, int, int], None],
+    sign: Callable[[], object],
+) -> LongerBuckets | None:
+    """Return the warm-up in two parts, for one engine without drafters on the device; else None.
+
+    `sign` is called as programs of the second part are compiled, and may raise.
+    """
+    if not isinstance(engine, Engine) or speculation.drafters:
+        return None
+
+    def on_later_progress(done: int, total: int) -> None:
+        told("longer responses", done, total)
+        sign()
+
+    pool = Pool(engine, engine.place(weights), sampling, reach)
+    return LongerBuckets(pool, watch, on_later_progress)
+
+
+class Kept(NamedTuple):
+    """The folder of a run's tables of seconds, and the processes and workers that use them.
+
+    `say` is called if a table of other runs cannot be read.
+    """
+
+    folder: Path
+    processes: Processes
+    drafting: DraftingWorkers | None
+    say: Callable[[str], object]
+
+
+def warm_up(
+    config: TrainConfig,
+    engine: RolloutEngine,
+    weights: Params,
+    speculation: Speculation,
+    reach: Reach,
+    kept: Kept,
+    told: OnCompiled,
+    training: Sequence[Any],
+    longer: LongerBuckets | None,
+) -> None:
+    """Compile the programs of rollouts, and time rounds for the budget and the scheduler.
+
+    Called by `engine.do`. The lowered steps of `training` are compiled first: timing starts
+    after compilation.
+    """
+    drafters, drafting = dict(speculation.drafters), kept.drafting
+    for source in speculation.apart.keys() - set(speculation.methods_of_copies):
+        drafters.pop(source, None)  # other workers draft by it
+    reach = dataclasses.replace(reach, drafters=drafters)
+    for one in engine.engines:
+        placed = one.place(weights)
+        if longer is None:
+            compile_buckets.warm_up(one, placed, config.sampling, reach, told, training)
+        else:
+            longer.warm_up(told, training)
+        training = ()
+    # workers are alike: the times of the last one hold for all
+    if isinstance(engine, MultiEngine):
+        path = kept.folder / MOVES_FILE
+        settings = one, placed, config.sampling, reach, path
+        moves = transfer_times.measure(*settings, processes=kept.processes)
+        engine.prefer_pool = moves.prefers_copy
+    is_priced = reach.speculative or reach.reuse
+    if is_priced or config.sched.measures_rounds:
+        path, sampling = kept.folder / ROUNDS_FILE, config.sampling
+        max_positions = None if longer is None else longer.max_positions
+        timed = reach if is_priced else dataclasses.replace(reach, nodes=_no_nodes)
+        beside = [other for other in engine.engines if other is not one]
+        times = load_or_measure(
+            path,
+            one,
+            placed,
+            sampling,
+            timed,
+            max_positions,
+            speculation=config.speculation,
+            beside=beside,
+            processes=kept.processes,
+            shared_folder=kept_rounds.folder(),
+            say=kept.say,
+        )
+    if isinstance(engine, MultiEngine) and config.sched.measures_rounds:
+        engine.costs = MeasuredCosts(times.rounds, moves.seconds)
+    if is_priced:
+        speculation.times = times
+    if reach.speculative:
+        assert speculation.times is not None
+        if drafting is not None:
+            costs = MeasuredCosts(times.rounds, moves.seconds)
+            warm_up_drafting(sampling, engine, drafting, speculation, costs, told)
+            one = engine.engines[-1]  # the last one may be a drafting worker's now
+            placed = one.place(weights)
+        compile_buckets.compile_host_kernels(
+            config.speculation,
+            speculation.times,
+            one,
+            placed,
+            sampling,
+            speculation.drafters,
+            config.tuner,
+            speculation.apart,
+        )
+        if drafting is not None:
+            drafting.planner.forget_profile()
+    jax.block_until_ready(step_key(0, 0))
+
+
+def warm_up_drafting(
+    sampling: SamplingConfig,
+    engine: RolloutEngine,
+    drafting: DraftingWorkers,
+    speculation: Speculation,
+    costs: Costs,
+    told: OnCompiled,
+) -> None:
+    """Plan the number of drafting workers, unless it is set; compile and time their programs."""
+    from reprise.rl.drafting.plans import MeasuredSeconds
+
+    times, planner = speculation.times, drafting.planner
+    assert times is not None and isinstance(engine, MultiEngine), "workers that draft"
+    seconds = MeasuredSeconds(costs, times, drafting.longest_tokens / 2)
+    planner.seconds = seconds
+    if not drafting.workers and planner.config.workers is None:
+        count = planner.choose(range(planner.num_workers // 2 + 1)).drafting_workers
+        if not count:
+            return
+        drafting.take(engine.engines, count)
+        speculation.apart = {MODEL: drafting}
+        speculation.times = times = times.without_drafts(MODEL)
+    draft_s = 0.0
+    if drafting.workers:
+        planner.draft_s = drafting.prepare(sampling, told)
+        draft_s = planner.draft_s[planner.method]
+    model_s = drafting.model_seconds()
+    planner.seconds = dataclasses.replace(seconds, times=times, draft_s=draft_s, model_s=model_s)
+
+
+def warm_up_evaluation(
+    config: TrainConfig,
+    inputs: Inputs,
+    engine: RolloutEngine,
+    weights: Params,
+    told: OnCompiled,
+    partition: Partition = WHOLE,
+) -> None:
+    """Compile the programs of evaluations that the engine's rollouts do not need."""
+    num_requests = partition.max_groups(inputs.evals.num_questions) * config.eval.samples
+    slots = engine.engines[0].config.slot_bucket
+    reached = partition.max_groups(config.rollout.prompts_per_step) * config.rollout.group_size
+    reached = reached if engine.engines[0].longest_tokens else 0
+    if not num_requests or (reached and slots(num_requests) <= slots(reached)):
+        return
+    bounds = Reach(
+        num_requests, config.max_any_prompt_tokens, moves=isinstance(engine, MultiEngine)
+    )
+
+    def compile_here() -> None:
+        for one in engine.engines:
+            compile_buckets.warm_up(one, one.place(weights), config.sampling, bounds, told)
+
+    engine.do(compile_here)

@@ -1,0 +1,391 @@
+"""The rollout workers of a run as actors of Ray: started, compiled, and under one scheduler."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reprise.models.config import ModelConfig
+from reprise.models.folder import replace_file
+from reprise.models.transformer import Params
+from reprise.rl.assembly import drafter_run
+from reprise.rl.assembly.drafter_run import AnyDrafter
+from reprise.rl.assembly.drafting_run import have_idle_help, make_planner, open_actors
+from reprise.rl.assembly.setup import RunBuilder
+from reprise.rl.assembly.system import System
+from reprise.rl.cluster.actors import Actor, ActorSettings, Handle, Starts
+from reprise.rl.cluster.join import DRAFT_MODEL, POLICY
+from reprise.rl.drafting.plans import MeasuredSeconds, Planner
+from reprise.rl.drafting.workers import DraftingActors
+from reprise.rl.engine.engine import Engine, RolloutEngine
+from reprise.rl.learner.optimizer import TrainState
+from reprise.rl.ray_workers.place import (
+    Bounds,
+    LearnedSettings,
+    Measured,
+    RayPlace,
+    Shared,
+    WorkerSettings,
+)
+from reprise.rl.rewards.pool import RewardPool
+from reprise.rl.rewards.scores import Rewards
+from reprise.rl.runtime.parallel_compile import OnCompiled
+from reprise.rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
+from reprise.rl.runtime.waits import POLL_S
+from reprise.rl.settings.config import TrainConfig, drafter_shape, recipe
+from reprise.rl.settings.inputs import Inputs
+from reprise.rl.speculation.device_drafters import DraftModel
+from reprise.rl.speculation.history_workers import HistoryWorkers
+from reprise.rl.speculation.sources import Speculation, history_rule
+from reprise.rl.warm_up import compile_buckets
+from reprise.rl.warm_up.measured_run import MoveTimes, read_moves, read_rounds
+from reprise.rl.warm_up.rollout_programs import Reach
+from reprise.rl.workers.ahead_engine import AheadEngine
+from reprise.rl.workers.multi_engine import MultiEngine
+from reprise.sched.simulator.measured_costs import MeasuredCosts
+from reprise.spec.buckets import buckets
+from reprise.spec.budget.config import MODEL
+from reprise.spec.reuse.rollout_cache import RolloutCache
+from reprise.spec.round_times import RoundTimes
+
+SPARE_CPUS = 2  # of a Ray that a run starts, in addition to workers and services
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RayWorkers:
+    """Workers that have started, under one engine's scheduler.
+
+    `helping` plans which requests idle ones answer again.
+    """
+
+    engine: MultiEngine
+    places: Sequence[RayPlace]
+    shared: Shared
+    drafting: DraftingActors | None = None
+    helping: Planner | None = None
+
+    def warm_up(
+        self,
+        bounds: Bounds,
+        weights: Params,
+        folder: Path,
+        training: Sequence[Any],
+        told: OnCompiled,
+        heartbeat: Callable[[], object],
+    ) -> None:
+        """Compile and measure on the workers while `training` is compiled here.
+
+        The measurements go into the run's folder.
+        """
+        rounds, moves = folder / ROUNDS_FILE, folder / MOVES_FILE
+        known = rounds.read_text(encoding="utf-8") if rounds.is_file() else None
+        with ThreadPoolExecutor(1) as thread:
+            warming = thread.submit(self._warm_up, weights, bounds, known)
+            first = self.engine.engines[0]
+            compile_buckets.compile_programs(first, (), told, training)
+            while not wait([warming], POLL_S).done:
+                heartbeat()  # each call has a deadline
+            measured = warming.result()
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in ((rounds, measured.rounds), (moves, measured.moves)):
+            if text:
+                replace_file(path, text)
+        moved = read_moves(moves)
+        if moved is not None:
+            self.engine.prefer_pool = moved.prefers_copy
+        times = read_rounds(rounds)
+        if self.helping is not None and times is not None and moved is not None:
+            self.helping.seconds = self._seconds(times, moved)
+
+    def _seconds(self, times: RoundTimes, moves: MoveTimes) -> MeasuredSeconds:
+        """Return the seconds of rounds, copies and drafts; workers have the draft weights."""
+        costs = MeasuredCosts(times.rounds, moves.seconds)
+        draft_s = 0.0 if self.drafting is None else self.drafting.draft_s
+        return MeasuredSeconds.of(costs, times, draft_s)
+
+    def _warm_up(self, weights: Params, bounds: Bounds, rounds: str | None) -> Measured:
+        """Prepare all workers; the first one measures, and the others use its table."""
+        self.shared.weights.publish(weights)
+        first, *others = self.places
+        compiling = [place.compile(bounds) for place in others]
+        measured = first.prepare(bounds, rounds).result()
+        for compiled in compiling:
+            compiled.result()
+        for prepared in [place.prepare(bounds, measured.rounds) for place in others]:
+            prepared.result()
+        if self.drafting is not None:
+            self.drafting.wait_ready()  # they compile by themselves, meanwhile
+        return measured
+
+
+def num_cpus(config: TrainConfig) -> int:
+    """Return the CPUs of a Ray that a run starts, in addition to its trainers'."""
+    scoring = config.cluster.scorers * config.reward.workers
+    drafting = (config.drafting.workers or 0) * config.sched.devices_per_worker
+    return config.num_verifying + drafting + scoring + config.cluster.history_workers + SPARE_CPUS
+
+
+@contextlib.contextmanager
+def open_workers(
+    config: TrainConfig,
+    inputs: Inputs,
+    dtype: np.dtype,
+    speculation: Speculation,
+    drafter: AnyDrafter | None,
+    say: Callable[[str], None],
+) -> Iterator[RayWorkers]:
+    """Start Ray, or join it, and the workers; some of these may draft for the others.
+
+    All are ended at the end. They draft by `speculation`; idle ones help with others' last
+    requests, or learn for `drafter`, if it has spot training. Raises ProgramLost if they cannot
+    start.
+    """
+    from reprise.rl.cluster.ray_session import open_ray, reserve, share
+
+    cluster, sched, limit_s = config.cluster, config.sched, config.cluster.deadline_s
+    count, files = config.num_verifying, {POLICY: str(inputs.policy)}
+    if (folder := config.draft_model_folder) is not None:
+        files[DRAFT_MODEL] = str(folder)
+    settings = ActorSettings(files, limit_s, 2 * limit_s, say)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(open_ray(cluster.address, num_cpus(config), limit_s))
+        wanted = f"Sched.workers={sched.workers}", 2 * limit_s
+        room = stack.enter_context(reserve(count, *wanted, devices=sched.devices_per_worker))
+        drafting = stack.enter_context(open_actors(config, inputs.model, dtype, say))
+        drafts = None
+        if "group" in config.speculation.sources:
+            beside = stack.enter_context(reserve(1, *wanted))
+            drafts = stack.enter_context(_draft_server(beside, settings))
+        shared = Shared(speculation, share, None if drafting is None else drafting.apart)
+        workers = [worker_settings(config, inputs.model, dtype, drafter, i) for i in range(count)]
+        places = [_place(config, w, room, settings, shared, drafts) for w in workers]
+        for place in places:
+            stack.callback(place.actor.close)
+        layers = None if drafter is None else drafter.learned.config.feature_layers
+        shapes = Engine(inputs.model, config.engine, dtype=dtype, feature_layers=layers)
+        options: dict[str, Any] = {"seed": config.run.seed, "places": places}
+        options["hang_limit_s"] = config.run.hang_limit_s
+        kind = AheadEngine if sched.mode == "ahead" else MultiEngine
+        engine = kind([shapes], sched, spot=None if drafter is None else drafter.spot, **options)
+        helping = None
+        if config.drafting.helps:
+            helping = make_planner(config)
+            helping.drafting_workers = config.drafting.workers or 0
+            have_idle_help(engine, speculation, helping)
+        yield RayWorkers(engine, places, shared, drafting, helping)
+
+
+@contextlib.contextmanager
+def _draft_server(room: Starts, settings: ActorSettings) -> Iterator[Handle]:
+    """Start the central draft server."""
+    target = "reprise.rl.workers.group_drafts:GroupDrafts"
+    server = Actor("draft server", target, (), settings, room, 0, restarts=False)
+    with contextlib.closing(server):
+        server.call("exchange", "", 1, (), (), {}, limit_s=settings.start_s).result()
+        assert server.handle is not None, "it has answered"
+        yield server.handle
+
+
+def _place(
+    config: TrainConfig,
+    worker: WorkerSettings,
+    room: Starts,
+    settings: ActorSettings,
+    shared: Shared,
+    drafts: Handle | None,
+) -> RayPlace:
+    """Return the place of a worker, whose actor starts."""
+    number, target = worker.number, "reprise.rl.ray_workers.actor:WorkerActor"
+    args = f"worker {number}", target, (worker, drafts), settings, room, number
+    return RayPlace(
+        number,
+        Actor(*args, concurrency=1),
+        shared,
+        call_limit_s=config.run.hang_limit_s,
+        compile_s=config.run.compile_limit_s,
+        report=settings.say,
+    )
+
+
+def worker_settings(
+    config: TrainConfig,
+    model: ModelConfig,
+    dtype: np.dtype,
+    drafter: AnyDrafter | None,
+    number: int,
+) -> WorkerSettings:
+    """Return the settings of a worker that verifies."""
+    drafting, draft_model, learned = config.drafting, None, None
+    if (folder := config.draft_model_folder) is not None:
+        draft_model = dataclasses.replace(config.draft_model, directory=str(folder))
+    if drafter is not None:
+        mine, temperature = drafter.learned, config.sampling.temperature
+        shape = mine.config, mine.tree, config.drafter_training, mine.draft_ids_U
+        learned = LearnedSettings(*shape, temperature)
+    return WorkerSettings(
+        number,
+        model,
+        config.engine,
+        np.dtype(dtype).name,
+        config.sched.devices_per_worker,
+        config.speculation,
+        config.tuner,
+        config.run.seed,
+        draft_model,
+        not drafting.drafts_apart or (drafting.helps and MODEL in drafting.methods),
+        drafting.drafts_apart,
+        learned,
+        config.cluster.deadline_s,
+    )
+
+
+def bounds(
+    config: TrainConfig,
+    inputs: Inputs,
+    reach: Reach,
+    drafter: AnyDrafter | None = None,
+) -> Bounds:
+    """Return the bounds of the programs that workers compile: for rollouts, evaluations that they
+    answer, and the drafter's training on idle ones.
+    """
+    options, spot = config.drafter, drafter is not None and drafter.spot is not None
+    slots = config.engine
+    sizes = buckets(slots.slot_bucket(slots.max_slots), slots.slot_bucket(1))
+    num_evaluated = inputs.evals.num_questions * config.eval.samples
+    max_requests = max(config.rollout.num_requests, num_evaluated)
+    evaluates = not config.sched.beside_training
+    nodes = reach.nodes
+    sent = dataclasses.replace(
+        reach,
+        max_requests=max_requests if evaluates else config.rollout.num_requests,
+        moves=True,
+        nodes=None if nodes is None else _table(nodes, sizes),
+        alone={name: _table(decisions, sizes) for name, decisions in reach.alone.items()},
+    )
+    batch = (options.batch_rows, options.row_tokens) if spot else None
+    return Bounds(config.sampling, sent, batch)
+
+
+def _table(function: Callable[[int], Any], sizes: Sequence[int]) -> Callable[[int], Any]:
+    """Return a function of a number of slots as its table, which can be sent; () elsewhere."""
+    return collections.defaultdict(tuple, {n: function(n) for n in sizes}).__getitem__
+
+
+def read_times(speculation: Speculation, folder: Path) -> None:
+    """Set the seconds of rounds that the workers have measured."""
+    speculation.times = read_rounds(folder / ROUNDS_FILE)
+
+
+@contextlib.contextmanager
+def open_history(
+    config: TrainConfig, cache: RolloutCache, say: Callable[[str], None]
+) -> Iterator[HistoryWorkers | None]:
+    """Start the history workers, if the run has any, and end them at the end; Ray is running.
+
+    Raises ProgramLost if one cannot serve.
+    """
+    count, limit_s = config.cluster.history_workers, config.cluster.deadline_s
+    if config.speculation.history_source is None or not count:
+        yield None
+        return
+    from reprise.rl.cluster.ray_session import reserve
+
+    settings = ActorSettings({}, limit_s, 2 * limit_s, say)
+    with reserve(count, f"Cluster.history_workers={count}", 2 * limit_s) as room:
+        rule = history_rule(config.speculation)
+        with contextlib.closing(HistoryWorkers(rule, cache, count, room, settings)) as workers:
+            workers.wait_started()
+            yield workers
+
+
+@dataclasses.dataclass(eq=False)
+class RayRunBuilder(RunBuilder):
+    """Makes the parts of a run whose workers are actors of Ray."""
+
+    workers: RayWorkers | None = None
+
+    def drafter(self) -> AnyDrafter:
+        """Return the training of the learned drafter, on the trainer's devices."""
+        shape, model = drafter_shape(self.config, self.inputs.model), self.inputs.model
+        assert shape is not None, "a drafter learns"
+        options = {"dtype": recipe(self.config, model).trainer.dtype}
+        options["feature_layers"] = shape.feature_layers
+        if self.partition.processes.alone:
+            engine = Engine(model, self.config.engine, mesh=self.mesh, **options)
+        else:
+            engine = self._trainer_engine(**options)
+        return engine.do(partial(self._open_drafter, engine))
+
+    def draft_model(self) -> DraftModel:
+        return DraftModel.elsewhere(self.config.draft_model)
+
+    def engine(
+        self, dtype: Any, speculation: Speculation, drafter: AnyDrafter | None
+    ) -> RolloutEngine:
+        """Start Ray and its workers."""
+        config, say = self.config, self.show.message
+        speculation.for_others = True
+        if config.drafting.workers:
+            speculation.apart_elsewhere = frozenset({MODEL})
+        opened = open_workers(config, self.inputs, dtype, speculation, drafter, say)
+        self.workers = self.stack.enter_context(opened)
+        history = open_history(config, self.cache, say)
+        speculation.history_workers = self.stack.enter_context(history)
+        return self.workers.engine
+
+    def drafting_workers(self, engine: RolloutEngine, speculation: Speculation) -> None:
+        """They are actors (`rl.assembly.drafting_run.open_actors`)."""
+
+    def compile(self, system: System, state: TrainState) -> None:
+        super().compile(system, state)
+        read_times(system.speculation, self.folder)  # the workers have measured them
+
+    def compile_rollouts(
+        self, system: System, weights: Params, reach: Reach, training: Sequence[Any]
+    ) -> None:
+        assert self.workers is not None
+        limits = bounds(self.config, self.inputs, reach, system.drafter)
+        on_compiled = self.on_compiled("training and rollouts")
+        self.workers.warm_up(
+            limits, weights, self.folder, training, on_compiled, self.watch.heartbeat
+        )
+
+    def compile_evaluation(self, system: System, state: TrainState, weights: Params) -> None:
+        if system.eval_engine is not system.engine:  # the workers have compiled theirs
+            super().compile_evaluation(system, state, weights)
+
+
+class FollowerBuilder(RayRunBuilder):
+    """Makes the parts of a trainer process other than 0, without workers, drafter and rewards."""
+
+    def drafter(self) -> AnyDrafter:
+        return drafter_run.open_stub(self.config, self.inputs)
+
+    def engine(
+        self, dtype: Any, speculation: Speculation, drafter: AnyDrafter | None
+    ) -> RolloutEngine:
+        speculation.for_others = True
+        if self.config.drafting.workers:
+            speculation.apart_elsewhere = frozenset({MODEL})
+        shapes = Engine(self.inputs.model, self.config.engine, dtype=dtype)
+        return MultiEngine([shapes], self.config.sched, places=())
+
+    def eval_engine(self, dtype: Any) -> None:
+        return None
+
+    def rewards(self) -> Rewards:
+        return RewardPool(self.config.reward, self._specs)  # not started
+
+    def compile_rollouts(
+        self, system: System, weights: Params, reach: Reach, training: Sequence[Any]
+    ) -> None:
+        on_compiled = self.on_compiled("training and rollouts")
+        compile_buckets.compile_programs(system.engine.engines[0], (), on_compiled, training)

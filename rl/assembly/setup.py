@@ -1,0 +1,475 @@
+"""A run's parts: made, laid out on devices, and compiled for its first step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from reprise.models import hf, lora
+from reprise.models.config import ModelConfig
+from reprise.models.folder import Folder
+from reprise.models.layout import axis_ways
+from reprise.models.sharding import make_mesh, platform_in_use, rollout_mesh
+from reprise.models.transformer import Params
+from reprise.rl.assembly import first_programs
+from reprise.rl.assembly.system import System
+from reprise.rl.cluster.lockstep import LockstepWatch
+from reprise.rl.cluster.processes import ALONE, Processes
+from reprise.rl.data.prompts import DataOrder
+from reprise.rl.engine.engine import Engine, RolloutEngine, ThreadedEngine
+from reprise.rl.exchange.responses import Partition
+from reprise.rl.learner import critic, trainer
+from reprise.rl.learner.config import TrainSpec, why_other_bits, why_other_bits_on_accelerators
+from reprise.rl.learner.gathering import own_devices
+from reprise.rl.learner.optimizer import TrainState, init_state, make_optimizer
+from reprise.rl.learner.trainer import Learner
+from reprise.rl.rewards.pool import RewardPool
+from reprise.rl.rewards.scores import Rewards
+from reprise.rl.runtime import devices
+from reprise.rl.runtime.parallel_compile import OnCompiled
+from reprise.rl.runtime.progress import Progress
+from reprise.rl.runtime.run_files import ROLLOUTS, spill_folder
+from reprise.rl.runtime.signals import Watch
+from reprise.rl.runtime.waits import Deadline
+from reprise.rl.settings.checks import ahead_loss
+from reprise.rl.settings.config import TrainConfig, recipe
+from reprise.rl.settings.inputs import Inputs
+from reprise.rl.speculation.device_drafters import DeviceDrafterSource, DraftModel
+from reprise.rl.speculation.reuse import Reuse
+from reprise.rl.speculation.sources import Speculation
+from reprise.rl.warm_up.compile_buckets import LongerBuckets
+from reprise.rl.warm_up.rollout_programs import Reach
+from reprise.rl.workers.ahead_engine import AheadEngine
+from reprise.rl.workers.multi_engine import MultiEngine, make_engines, split_devices
+from reprise.spec.budget.config import LEARNED, MODEL
+from reprise.spec.reuse.rollout_cache import RolloutCache
+
+if TYPE_CHECKING:
+    from reprise.rl.assembly.drafter_run import AnyDrafter, DrafterRun
+    from reprise.rl.drafting.workers import DraftingWorkers
+
+
+@contextlib.contextmanager
+def build(
+    config: TrainConfig,
+    inputs: Inputs,
+    folder: Path,
+    *,
+    show: Progress,
+    watch: Watch,
+    clock: Callable[[], float],
+    processes: Processes = ALONE,
+) -> Iterator[tuple[System, TrainState]]:
+    """Make a run's parts, compile its programs, and yield them with its first state.
+
+    `folder` gets spilled rollouts and measured seconds. With one engine, `System.longer` compiles
+    the programs of longer responses after the first step.
+    """
+    with contextlib.ExitStack() as stack:
+        mesh, partition = run_mesh(config), _partition(config, processes)
+        if mesh is not None:
+            stack.enter_context(jax.set_mesh(mesh))
+        parts = config, inputs, folder, mesh, show, watch, clock, partition, stack
+        builder = _builder(config, partition)(*parts)
+        cache = builder.cache
+        drafter = builder.drafter() if config.speculation.learns else None
+        drafters = builder.device_drafters(drafter)
+        speculation = stack.enter_context(
+            Speculation(
+                *(config.speculation, cache, drafters, config.tuner),
+                seed=config.run.seed,
+                deadline=builder.deadline,
+            )
+        )
+        greedy = config.sampling.temperature == 0
+        reuse = Reuse(
+            *(config.reuse, cache),
+            seed=config.run.seed,
+            greedy=greedy,
+            seconds=speculation.seconds,
+        )
+        learner, state = make_learner(config, inputs, mesh)
+        engine = builder.engine(learner.recipe.trainer.dtype, speculation, drafter)
+        rewards = builder.rewards()
+        if partition.is_central:
+            processes.barrier("workers", watch.heartbeat)
+        drafting = builder.drafting_workers(engine, speculation)
+        evaluates_apart = config.sched.beside_training and inputs.evals.sets
+        eval_engine = builder.eval_engine(engine.dtype) if evaluates_apart else None
+        system = System(
+            *(config, inputs, learner, engine, eval_engine or engine, cache, speculation, reuse),
+            *(rewards, DataOrder(len(inputs.task), config.run.seed), drafter, None, partition),
+            *(drafting, show, watch),
+        )
+        longer = builder.compile(system, state)
+        state = trainer.first_run(state, learner.shape, recipe=learner.recipe, base=learner.base)
+        yield dataclasses.replace(system, longer=longer), state
+
+
+def _partition(config: TrainConfig, processes: Processes) -> Partition:
+    """Return the partition of rollouts between processes; process 0 has the workers on Ray."""
+    on_ray = config.cluster.kind == "ray"
+    return Partition(processes, on_ray or config.cluster.rollouts == "local", on_ray)
+
+
+def _builder(config: TrainConfig, partition: Partition) -> type[RunBuilder]:
+    if config.cluster.kind != "ray" and partition.scores_any:
+        return RunBuilder
+    from reprise.rl.assembly import ray_run
+
+    return ray_run.RayRunBuilder if partition.scores_any else ray_run.FollowerBuilder
+
+
+@dataclasses.dataclass(eq=False)
+class RunBuilder:
+    """Makes the parts of a run whose workers are in this program."""
+
+    config: TrainConfig
+    inputs: Inputs
+    folder: Path
+    mesh: Mesh | None
+    show: Progress
+    watch: Watch
+    clock: Callable[[], float]
+    partition: Partition
+    stack: contextlib.ExitStack
+
+    @property
+    def deadline(self) -> Deadline:
+        return Deadline(self.config.run.hang_limit_s, self.watch.heartbeat)
+
+    @functools.cached_property
+    def cache(self) -> RolloutCache:
+        """Return the cache of responses; delete spilled ones of processes that are gone."""
+        config, processes = self.config, self.partition.processes
+        run = Folder(self.folder, create=True)
+        own = [spill_folder(index) for index in range(processes.count)]
+        for name in run.names() if processes.is_first else ():
+            if name.startswith(f"{ROLLOUTS}_") and name not in own:
+                run.remove(name)
+        return RolloutCache(
+            config.rollout.cache_bytes,
+            run.folder(spill_folder(processes.index)),
+            policy=self.inputs.shape_name,
+            vocab_size=self.inputs.model.vocab_size,
+            epochs=config.reuse.epochs,
+        )
+
+    # -- drafters -------------------------------------------------------------------------
+
+    def drafter(self) -> AnyDrafter:
+        """Return the training of the learned drafter."""
+        return self._open_drafter()
+
+    def device_drafters(self, drafter: AnyDrafter | None) -> dict[str, DeviceDrafterSource]:
+        """Return the sources of drafts on the device, by name."""
+        drafters = dict[str, DeviceDrafterSource]()
+        if drafter is not None:
+            drafters[LEARNED] = drafter.learned
+        if self.config.speculation.asks_model:
+            drafters[MODEL] = self.draft_model()
+        return drafters
+
+    def draft_model(self) -> DraftModel:
+        return DraftModel.load(self.config.draft_model)
+
+    def _open_drafter(self, trainer_engine: Engine | None = None) -> DrafterRun:
+        from reprise.rl.assembly import drafter_run
+
+        start = drafter_run.open_drafter(self.config, self.inputs)
+        places = self.stack, self.clock, self.watch.heartbeat, self.partition, trainer_engine
+        return drafter_run.open_run(self.config, start, self.folder, *places)
+
+    # -- engines --------------------------------------------------------------------------
+
+    def engine(
+        self, dtype: Any, speculation: Speculation, drafter: AnyDrafter | None
+    ) -> RolloutEngine:
+        """Return an engine on the trainer's devices, or workers on separate devices."""
+        sched, options = self.config.sched, dict[str, Any]()
+        if drafter is not None:
+            options["feature_layers"] = drafter.learned.config.feature_layers
+        if sched.has_trainer_devices:
+            return self._trainer_engine(dtype, lockstep=self._lockstep(), **options)
+        engines = make_engines(self.inputs.model, self.config.engine, sched, dtype=dtype, **options)
+        if loss := ahead_loss(sched.mode, *split_devices(sched, jax.local_devices())):
+            self.show.message(f"warning: {loss}")
+        kind = AheadEngine if sched.mode == "ahead" else MultiEngine
+        return kind(
+            engines,
+            sched,
+            seed=self.config.run.seed,
+            spot=None if drafter is None else drafter.spot,
+            hang_limit_s=self.config.run.hang_limit_s,
+        )
+
+    def eval_engine(self, dtype: Any) -> RolloutEngine | None:
+        """Return an engine for evaluations, while the workers continue with the next step."""
+        questions = self.partition.max_groups(self.inputs.evals.num_questions)
+        num_requests = questions * self.config.eval.samples
+        return self._trainer_engine(dtype, num_evaluated=num_requests)
+
+    def _trainer_engine(
+        self,
+        dtype: Any,
+        lockstep: LockstepWatch | None = None,
+        num_evaluated: int = 0,
+        **options: Any,
+    ) -> Engine:
+        """Return an engine on the trainer's devices, or on this process's part of them.
+
+        Weights of a mesh are bound to their devices, and all else must be there too. Unless it is
+        0, `num_evaluated` is the number of requests of an engine that only evaluates.
+        """
+        config, model = self.config, self.inputs.model
+        own = self.partition.splits and not self.partition.processes.alone
+        mesh, settings = engine_mesh(config, model, self.mesh, own=own), config.engine
+        if num_evaluated:
+            ways = 1 if mesh is None else axis_ways(mesh.shape, "batch")
+            settings = first_programs.evaluation_engine(config, num_evaluated, ways)
+        options["dtype"] = dtype
+        if not own:
+            return Engine(model, settings, mesh=mesh, lockstep=lockstep, **options)
+        assert mesh is not None
+        place: dict[str, Any] = {"mesh": mesh} if mesh.size > 1 else {"device": mesh.devices.item()}
+        return ThreadedEngine(model, settings, **place, **options)
+
+    def _lockstep(self) -> LockstepWatch | None:
+        """Return the comparison of launches if one engine spans several processes."""
+        processes = self.partition.processes
+        if processes.alone or self.partition.splits:
+            return None
+        watch = LockstepWatch(processes, lambda text: processes.end(text))
+        return self.stack.enter_context(watch)
+
+    def drafting_workers(
+        self, engine: RolloutEngine, speculation: Speculation
+    ) -> DraftingWorkers | None:
+        """Take drafting workers from the engine's, and have idle ones help; None without either."""
+        settings = self.config.drafting
+        if not (settings.drafts_apart or settings.helps):
+            return None
+        from reprise.rl.assembly import drafting_run
+
+        places = engine, speculation, self.clock, self.show.message
+        return self.stack.enter_context(drafting_run.take_workers(self.config, *places))
+
+    # -- rewards --------------------------------------------------------------------------
+
+    def rewards(self) -> Rewards:
+        """Start the reward workers, which start while programs are traced."""
+        config, specs, rewards = self.config, self._specs, None
+        if count := config.cluster.scorers:
+            from reprise.rl.cluster.actors import ActorSettings
+            from reprise.rl.cluster.ray_session import reserve
+            from reprise.rl.rewards.scorers import Scorers
+
+            limit_s, cpus = config.cluster.deadline_s, config.reward.workers
+            setting = f"Cluster.scorers={count} of Reward.workers={cpus}"
+            room = self.stack.enter_context(reserve(count, setting, 2 * limit_s, cpus=cpus))
+            settings = ActorSettings({}, limit_s, 2 * limit_s, self.show.message)
+            rewards = Scorers(config.reward, specs, count, room, settings)
+        opened = rewards or RewardPool(config.reward, specs)
+        self.stack.callback(opened.close)
+        opened.start()
+        return opened
+
+    @property
+    def _specs(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.config.task.specs, *self.inputs.evals.specs)))
+
+    # -- compilation ----------------------------------------------------------------------
+
+    def compile(self, system: System, state: TrainState) -> LongerBuckets | None:
+        """Compile training, rollouts and evaluation; return the part that waits for a step."""
+        weights, learner = system.weights(state.params), system.learner
+        training = trainer.lowered(state, learner.shape, recipe=learner.recipe, base=learner.base)
+        system.rewards.wait_started()
+        bounds = first_programs.rollout_reach(self.config, self.partition)
+        longer = self.compile_rollouts(system, weights, bounds, training)
+        self.compile_evaluation(system, state, weights)
+        if system.drafter is not None:
+            system.drafter.warm_up(system.engine, weights)
+        # a collective does not wait for as long as a compilation may take
+        system.processes.barrier("compiled", self.watch.heartbeat)
+        return longer
+
+    def compile_rollouts(
+        self, system: System, weights: Params, reach: Reach, training: Sequence[Any]
+    ) -> LongerBuckets | None:
+        config, engine, speculation = self.config, system.engine, system.speculation
+        # several processes leave together: not in the middle of one's compilation
+        check = self.watch.check if system.processes.alone else self.watch.heartbeat
+        settings = config.sampling, speculation, reach, self.watch, self._on_compiled, check
+        longer = engine.do(partial(first_programs.longer_buckets, engine, weights, *settings))
+        tables = first_programs.Kept(
+            folder=self.folder,
+            processes=system.processes,
+            drafting=system.drafting,
+            say=self.show.message,
+        )
+        on_compiled = self.on_compiled("training and rollouts")
+        rest = speculation, reach, tables, on_compiled, training, longer
+        engine.do(partial(first_programs.warm_up, config, engine, weights, *rest))
+        return longer
+
+    def compile_evaluation(self, system: System, state: TrainState, weights: Params) -> None:
+        is_own = system.eval_engine is not system.engine
+        if is_own and (system.processes.alone or not self.partition.is_central):
+            weights = system.evaluated(state.params)  # laid out by other programs
+        settings = weights, self.on_compiled("evaluation"), self.partition
+        first_programs.warm_up_evaluation(self.config, self.inputs, system.eval_engine, *settings)
+
+    def on_compiled(self, what: str) -> OnCompiled:
+        return partial(self._on_compiled, what)
+
+    def _on_compiled(self, what: str, done: int, total: int) -> None:
+        self.watch.heartbeat()
+        self.show.compiling(what, done, total)
+
+
+def make_learner(
+    config: TrainConfig, inputs: Inputs, mesh: Mesh | None
+) -> tuple[Learner, TrainState]:
+    """Load the policy, and shard the training state."""
+    spec, model = recipe(config, inputs.model), inputs.model
+    dtype = jnp.float32 if model.lora is None else spec.trainer.dtype
+    _, params = hf.load_pretrained(inputs.policy, mesh, dtype=dtype)
+    values = critic.init(params, spec) if config.algorithm.resolved.needs_critic else None
+    reference, base, trained = None, None, params
+    if model.lora is not None:
+        base, trained = params, lora.init(model, jax.random.key(config.run.seed), mesh)
+    if config.algorithm.needs_reference:
+        reference = _reference(params, spec) if base is None else base
+    state = init_state(trained, make_optimizer(config.optimizer, spec.total_steps))
+    shape = trainer.batch_shape(spec, config.longest_tokens)
+    learner = Learner(spec, shape, config.sampling, config.run.seed, reference, base)
+    return learner, dataclasses.replace(state, critic=values)
+
+
+def _reference(params: Params, recipe: TrainSpec) -> Params:
+    """Return a copy in the dtype of products, to which they round its weights anyway."""
+    rounded = trainer.cast_params(params, recipe.trainer.dtype)
+    return jax.tree.map(jnp.copy, rounded) if rounded is params else rounded
+
+
+def engine_mesh(
+    config: TrainConfig, model: ModelConfig, mesh: Mesh | None, *, own: bool = False
+) -> Mesh | None:
+    """Return the mesh of an engine that has the trainer's devices: all, or a process's `own`.
+
+    Raises ValueError if `Mesh.rollout_tensor` does not fit them or the policy.
+    """
+    if mesh is None:
+        return None
+    devices_here = own_devices(mesh) if own else list(mesh.devices.flat)
+    ways, tensor = config.mesh.fsdp * config.mesh.tensor, config.mesh.rollout_tensor
+    return rollout_mesh(devices_here, model.num_kv_heads, ways, tensor)
+
+
+def open_mesh(
+    config: TrainConfig, model: ModelConfig, *, own: bool = False
+) -> tuple[Mesh | None, str | None]:
+    """Return the mesh of a policy, and a remark if its passes find other bits.
+
+    Every program that opens a policy calls this before it loads weights. `own`: engines have this
+    process's devices. Raises ValueError.
+    """
+    devices.keep_order(config.numerics.same_bits)
+    mesh = run_mesh(config)
+    engine_mesh(config, model, mesh, own=own)
+    return mesh, check_bits(config, model, mesh)
+
+
+def check_bits(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> str | None:
+    """Return why passes find other bits, if anyone wants to know it (`NumericsConfig`).
+
+    Raises ValueError if they must not.
+    """
+    reason = _why_other_bits(config, model, mesh)
+    if reason is None or config.numerics.same_bits is False:
+        return None
+    if config.numerics.same_bits is True:
+        raise ValueError(f"Numerics.same_bits=True: {reason}")
+    return f"tokens and ratios are exact up to rounding: {reason}"
+
+
+def _why_other_bits(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> str | None:
+    tensor_ways, platform = 1 if mesh is None else mesh.shape["tensor"], platform_in_use()
+    if platform == "cpu":
+        return why_other_bits(model, tensor_ways)
+    if platform not in ("cuda", "tpu"):
+        return f"expected CPUs, TPUs or GPUs, whose kernels sum in one order, got a {platform}"
+    if config.cluster.rollouts != "local":
+        return f"expected Cluster.rollouts='local', got {config.cluster.rollouts!r}"
+    if config.cluster.kind == "ray":
+        return "expected Cluster.kind='local' or 'spmd': workers on Ray have flags of their own"
+    if platform == "tpu" and (reason := _large_rounds(config, model, mesh)):
+        return reason
+    if platform == "cuda" and (reason := _single_rows(config, model, mesh)):
+        return reason
+    page_tokens = config.engine.page_tokens if config.engine.is_paged(is_cpu=False) else None
+    devices_in_use = platform, model, tensor_ways, config.trainer.dtype, page_tokens
+    return why_other_bits_on_accelerators(*devices_in_use)
+
+
+def _large_rounds(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> str | None:
+    """Return why the memories of a TPU's core do not hold a round's pages and tokens."""
+    from reprise.models.kernels.page_attention_tpu import why_too_large
+
+    engines = engine_mesh(config, model, mesh)
+    sizes = {} if engines is None else engines.shape
+    ways, tensor = axis_ways(sizes, "batch") if sizes else 1, sizes.get("tensor", 1)
+    engine = config.engine.over(ways)
+    table = engine.max_slots // ways, engine.slot_pages(config.longest_tokens)
+    prompts = engine.prefill_rows * engine.prefill_chunk_tokens
+    tokens = max(prompts, engine.max_round_nodes, 2 * engine.max_slots)
+    heads = model.num_kv_heads // tensor, model.head_dim
+    return why_too_large(table, tokens, *heads, config.trainer.dtype)
+
+
+def _single_rows(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> str | None:
+    """Return why a GPU has products of one row, which XLA sums in another order than its tile."""
+    engines = engine_mesh(config, model, mesh, own=True)
+    ways = 1 if engines is None else axis_ways(engines.shape, "batch")
+    engine = config.engine.over(ways)
+    prompts = engine.prefill_rows * engine.prefill_chunk_tokens
+    rows = {"min_slots": engine.min_slots, "prefill_rows × prefill_chunk_tokens": prompts}
+    for name, size in rows.items():
+        if size < 2 * ways:
+            return (
+                f"expected Engine.{name} of at least {2 * ways}, two for each of {ways} part(s) of "
+                f"the devices, got {size}: one row of a product has another order of sums"
+            )
+    return None
+
+
+def run_mesh(config: TrainConfig) -> Mesh | None:
+    """Return the mesh of a configuration, of equally many devices of each process.
+
+    None: one device is enough. Raises ValueError for too many or too few devices.
+    """
+    of_processes: dict[int, list[jax.Device]] = {}
+    for device in devices.found():
+        of_processes.setdefault(device.process_index, []).append(device)
+    rows: list[Sequence[jax.Device]] = list(of_processes.values())
+    if config.cluster.kind != "ray":  # its workers have other devices
+        rows = [split_devices(config.sched, row)[0] for row in rows]
+    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
+    is_single = jax.process_count() == 1
+    if is_single and (sizes == (1, 1, 1) or (len(rows[0]) == 1 and sizes == (-1, 1, 1))):
+        return None
+    if config.sched.beside_training and config.mesh.data != -1:
+        each = math.ceil(math.prod(sizes) / len(rows))
+        rows = [row[:each] for row in rows]
+    return make_mesh(config.mesh, [device for row in rows for device in row])

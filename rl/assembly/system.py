@@ -1,0 +1,183 @@
+"""The parts of a run that live as long as it does, its weights for rollouts, and stops."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from reprise.models.lora import trained_part
+from reprise.models.sharding import put
+from reprise.models.transformer import Params, param_specs
+from reprise.rl.cluster.processes import Processes
+from reprise.rl.data.prompts import DataOrder
+from reprise.rl.engine.engine import RolloutEngine
+from reprise.rl.exchange.responses import Partition, Scorer
+from reprise.rl.learner import trainer
+from reprise.rl.learner.gathering import (
+    from_shards,
+    host_copy,
+    laid_out,
+    local_weights,
+    on_host,
+    own_devices,
+    own_part,
+    own_shards,
+)
+from reprise.rl.learner.trainer import Learner
+from reprise.rl.rewards.scores import Rewards
+from reprise.rl.runtime.progress import Progress
+from reprise.rl.runtime.signals import Stopped, Watch
+from reprise.rl.settings.config import TrainConfig
+from reprise.rl.settings.inputs import Inputs
+from reprise.rl.speculation.reuse import Reuse
+from reprise.rl.speculation.sources import Speculation
+from reprise.rl.warm_up.compile_buckets import LongerBuckets
+from reprise.rl.workers.ahead_engine import AheadEngine
+from reprise.spec.reuse.rollout_cache import RolloutCache
+
+if TYPE_CHECKING:
+    from reprise.rl.assembly.drafter_run import AnyDrafter
+    from reprise.rl.drafting.workers import DraftingWorkers
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class System:
+    """The parts of a run.
+
+    `eval_engine` is `engine` unless workers run ahead of training; `longer` is the part of the
+    warm-up that waits for the first step, if any does.
+    """
+
+    config: TrainConfig
+    inputs: Inputs
+    learner: Learner
+    engine: RolloutEngine
+    eval_engine: RolloutEngine
+    cache: RolloutCache
+    speculation: Speculation
+    reuse: Reuse
+    rewards: Rewards
+    order: DataOrder
+    drafter: AnyDrafter | None
+    longer: LongerBuckets | None
+    partition: Partition
+    drafting: DraftingWorkers | None
+    show: Progress
+    watch: Watch
+
+    @property
+    def processes(self) -> Processes:
+        return self.partition.processes
+
+    def scorer(self, group_size: int) -> Scorer:
+        """Return the scorer of a rollout's responses; its waits end if a stop is requested."""
+        settings = self.leave_if_stopped, group_size, self.partition
+        return Scorer(self.inputs.tokenizer, self.rewards, *settings)
+
+    # -- weights ------------------------------------------------------------------------
+
+    def weights(self, params: Params) -> Params:
+        """Return the policy for rollouts (`rollout_weights`).
+
+        It is on the host if workers continue with it while an update consumes the trainer's.
+        """
+        weights = self._rollout_weights(params, self.engine)
+        return on_host(weights) if isinstance(self.engine, AheadEngine) else weights
+
+    def _rollout_weights(self, trained: Params, engine: RolloutEngine) -> Params:
+        return rollout_weights(self.learner.policy(trained, engine.dtype), engine, self.partition)
+
+    def evaluated(self, params: Params) -> Params:
+        """Return the policy for evaluations, on the devices of an engine that only evaluates."""
+        one = self.eval_engine
+        if one is self.engine:
+            return self.weights(params)
+        weights = self._rollout_weights(params, one)
+        return one.do(lambda: one.engines[0].place(weights))
+
+    def host_weights(self, params: Params) -> HostWeights:
+        """Return a version on the host of every process; all of a run's call it together."""
+        partition = self.partition
+        if partition.processes.alone or not partition.is_central:
+            return HostWeights(on_host(self.weights(params)))
+        dtype, keep = self.engine.dtype, self.processes.is_first
+        rounded = trainer.cast_params(self.learner.policy(params, dtype), dtype)
+
+        def one(x: jax.Array) -> np.ndarray | None:
+            copy = host_copy(x, keep=keep)
+            return None if copy is None else np.array(copy)
+
+        return HostWeights(jax.tree.map(one, rounded), None if keep else own_shards(rounded))
+
+    # -- stops --------------------------------------------------------------------------
+
+    def is_stop_requested(self) -> bool:
+        """Return whether this process, or another one of the run, is to stop; a heartbeat."""
+        is_requested = self.watch.asked()
+        if is_requested:
+            self.processes.request_stop()
+        return is_requested or self.processes.stop_requested
+
+    def leave_if_stopped(self, may_leave: bool = True) -> None:
+        """A heartbeat. Raises Stopped if the run is to stop and can discard the step.
+
+        It cannot once the drafter has learned from it, nor can a single process leave joint work.
+        """
+        trained = self.drafter is not None and self.drafter.trained_this_step
+        together = not (self.processes.alone or self.partition.splits)
+        if self.is_stop_requested() and may_leave and not (trained or together):
+            raise Stopped
+
+    def leave_rollout_if_stopped(self) -> None:
+        """As `leave_if_asked`, in a rollout; processes under one engine agree on it."""
+        if self.processes.alone or self.partition.splits:
+            return self.leave_if_stopped()
+        if self.partition.agrees_now() and self.processes.any("stop", self.is_stop_requested()):
+            raise Stopped
+
+    def leave_update_if_stopped(self, may_leave: bool) -> None:
+        """As `leave_if_asked`, in an update; several processes leave after it, together."""
+        self.leave_if_stopped(may_leave and self.processes.alone)
+
+
+def rollout_weights(params: Params, engine: RolloutEngine, partition: Partition) -> Params:
+    """Return the policy in the engine's dtype, and in its layout if it has the trainer's devices.
+
+    It is rounded before it moves. If each process has an engine, it is on this process's devices
+    of the trainer's mesh; if process 0 has all workers, on its host, and a tree of None elsewhere.
+    All processes call it together.
+    """
+    one, *more = engine.engines
+    if partition.processes.alone or not partition.splits:
+        rounded = trainer.cast_params(params, engine.dtype)
+        return rounded if one.mesh is None else laid_out(rounded, param_specs(one.model), one.mesh)
+    if partition.is_central:
+        rounded = trainer.cast_params(params, engine.dtype)
+        copy: Params = host_copy(rounded, keep=partition.processes.is_first)
+        return copy
+    place, mesh = one.mesh or one.device, jax.tree.leaves(params)[0].sharding.mesh
+    theirs = [one.device] if one.mesh is None else one.mesh.devices.flat
+    if more or not set(theirs) <= set(own_devices(mesh)):
+        place = own_part(mesh)  # from where each takes it to its devices
+    return local_weights(params, one.model, place, engine.dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HostWeights:
+    """A version in the engine's dtype; the next update consumes the device's buffers.
+
+    `whole` is for this process's workers. If process 0 has all workers it is a tree of None
+    elsewhere, and `shards` are the parts on this process's devices.
+    """
+
+    whole: Params
+    shards: Any = None
+
+    def put_as(self, params: Params) -> Params:
+        """Return the trained weights laid out on devices as `params` are."""
+        if self.shards is None:
+            return jax.tree.map(lambda x, p: put(x, p.sharding), trained_part(self.whole), params)
+        return from_shards(trained_part(self.shards), params)

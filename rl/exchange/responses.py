@@ -1,0 +1,367 @@
+"""Responses of a rollout: scored as they end, and exchanged between the processes of a run.
+
+    requests of the step, the same on all → one part answered and scored → gathered → compared
+
+If each process has an engine (`Cluster.rollouts = "local"`) it answers the groups g with g mod
+processes = its number. If one engine spans all processes, each of them has all responses, and
+scores those groups. With rollout workers on Ray process 0 answers and scores all. Afterwards all
+have the same trajectories, scores and texts, in the same order; a digest of each request shows it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import io
+import itertools
+import os
+import pickle
+import platform
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from reprise.models.tokenizer import Tokenizer
+from reprise.rl.cluster.processes import ALONE, Diverged, Processes
+from reprise.rl.data.tasks import Example
+from reprise.rl.engine.stats import CachedCounts, EngineStats, PoolCounts, RoundRecord, joined
+from reprise.rl.engine.worker_record import WorkerEvent, WorkerPart, moved
+from reprise.rl.learner.advantages import informative_groups
+from reprise.rl.records.trajectory import FinishReason, NonFiniteLogits, Request, Trajectory
+from reprise.rl.rewards.process import RewardWorkerError
+from reprise.rl.rewards.scores import Rewards, Score, ScoreJob
+from reprise.rl.runtime.signals import Stopped
+from reprise.rl.runtime.waits import Hang
+from reprise.rl.workers.messages import WorkerError
+from reprise.spec.config import SamplingConfig
+
+UNSCORED = Score({}, None)
+TOKEN_FIELDS = "response_ids", "logprobs", "emission_logprobs", "policy_versions", "origins"
+AGREE_EVERY_FETCHES = 32  # on a stop, in rollouts of one engine over all processes
+# all processes end alike after these: the last whole step can still be saved
+AGREED = (Stopped, RewardWorkerError, WorkerError, NonFiniteLogits, Hang)
+
+
+class PeerFailed(RuntimeError):
+    """Another process of the run failed in its part of a step; this one ends as well."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Responses:
+    """Scored responses in the order of (group, sample), with their texts."""
+
+    trajectories: list[Trajectory]
+    scores: list[Score]
+    texts: list[str]
+    stats: EngineStats
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """One process's outcome of a rollout; without responses or an error it was stopped.
+
+    `began_s` is by the clock of that process.
+    """
+
+    began_s: float
+    responses: Responses | None = None
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Partition:
+    """The partition of a rollout's requests between processes.
+
+    `splits`: each process answers one part; else all answer all, with one engine. `is_central`:
+    process 0 has all workers, in other programs, and answers all.
+    """
+
+    processes: Processes
+    splits: bool = True
+    is_central: bool = False
+    _rounds: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+
+    def scores(self, group_id: int) -> bool:
+        """Return whether this process scores the responses of a group."""
+        if self.is_central:
+            return self.processes.is_first
+        return group_id % self.processes.count == self.processes.index
+
+    @property
+    def scores_any(self) -> bool:
+        """True if this process ever scores a response."""
+        return self.processes.is_first or not self.is_central
+
+    def answers(self, group_id: int) -> bool:
+        """Return whether this process generates the responses of a group."""
+        return not self.splits or self.scores(group_id)
+
+    def agrees_now(self) -> bool:
+        """Return whether it is time to agree on a stop: true every so many calls."""
+        return next(self._rounds) % AGREE_EVERY_FETCHES == 0
+
+    def max_groups(self, num_groups: int) -> int:
+        """Return how many of so many groups a process answers at most."""
+        spread = self.splits and not self.is_central
+        return -(-num_groups // self.processes.count) if spread else num_groups
+
+    def exchange(
+        self,
+        what: str,
+        requests: Sequence[Request],
+        answer: Callable[[], Responses],
+        waiting: Callable[[], object] = lambda: None,
+        *,
+        may_go_on: Collection[int] = (),
+    ) -> Responses:
+        """Return the responses to all requests; `answer` returns this process's.
+
+        Requests whose ids `may_go_on` need not be answered yet. An error of AGREED is raised again
+        here, and in the others as PeerFailed or Stopped. Raises Diverged unless all processes have
+        the same.
+        """
+        if self.processes.alone:
+            return answer()
+        start_s, error, own = time.perf_counter(), None, None
+        part = Part(start_s)
+        try:
+            own = answer()
+        except AGREED as raised:
+            error = raised
+            if not isinstance(raised, Stopped):
+                part = Part(start_s, error=str(raised))
+        else:
+            self._name_workers(own.stats, own.trajectories)
+            part = Part(start_s, self._scored(own))
+        values = self.processes.gather_large(what, pickle.dumps(part), waiting)
+        if error is not None:
+            raise error
+        parts = [read_part(value) for value in values]
+        for index, part in enumerate(parts):
+            if part.error is not None:
+                raise PeerFailed(f"process {index} failed: {part.error}")
+        if any(part.responses is None for part in parts):
+            raise Stopped
+        assert own is not None
+        result = self._merged(own, [_by_clock(p, start_s) for p in parts])
+        self._compare(what, requests, result, may_go_on)
+        return result
+
+    def _name_workers(self, stats: EngineStats, done: Sequence[Trajectory]) -> None:
+        """Name this process's workers; a single engine is one."""
+        if self.is_central:
+            return
+        me = f"process {self.processes.index}" if self.splits else "all processes"
+        place = f"{platform.node()}, process {os.getpid()}"
+        if stats.timeline and not stats.parts:
+            version = max((int(t.policy_versions.max(initial=0)) for t in done), default=0)
+            spans = tuple((r.began_s, r.ended_s) for r in stats.timeline)
+            stats.parts = [WorkerPart(me, place, version, spans)]
+            return
+        stats.parts = [dataclasses.replace(p, name=f"{me}, {p.name}") for p in stats.parts]
+        stats.events = [dataclasses.replace(e, name=f"{me}, {e.name}") for e in stats.events]
+
+    def _scored(self, own: Responses) -> Responses:
+        """Return the part of the responses that this process has scored."""
+        keep = [i for i, t in enumerate(own.trajectories) if self.scores(t.group_id)]
+        return Responses(
+            [own.trajectories[i] for i in keep],
+            [own.scores[i] for i in keep],
+            [own.texts[i] for i in keep],
+            own.stats,
+        )
+
+    def _merged(self, own: Responses, parts: Sequence[Responses]) -> Responses:
+        rows = [
+            row
+            for part in parts
+            for row in zip(part.trajectories, part.scores, part.texts, strict=True)
+        ]
+        rows.sort(key=lambda row: (row[0].group_id, row[0].sample_index))
+        trajectories = [t for t, _, _ in rows]
+        stats = joined([part.stats for part in parts]) if self.splits else own.stats
+        if not self.splits:  # each process compares the responses of its engine
+            mine = {t.request_id: t for t in own.trajectories}
+            trajectories = [
+                dataclasses.replace(mine[t.request_id], reward=t.reward) for t in trajectories
+            ]
+        return Responses(trajectories, [s for _, s, _ in rows], [x for _, _, x in rows], stats)
+
+    def _compare(
+        self,
+        what: str,
+        requests: Sequence[Request],
+        found: Responses,
+        may_go_on: Collection[int],
+    ) -> None:
+        """Raise Diverged unless all processes have the same requests and responses in order."""
+        prompts = {r.request_id: np.asarray(r.prompt_ids, np.int32) for r in requests}
+        answered = {t.request_id for t in found.trajectories}
+        wanted = prompts.keys() - (set(may_go_on) - answered)
+        if len(found.trajectories) != len(wanted) or answered != wanted:
+            raise Diverged(
+                f"{what}: expected {len(wanted)} responses, one to each request of process "
+                f"{self.processes.index}, got {len(found.trajectories)}"
+            )
+        self.processes.agree(
+            what,
+            {
+                f"request {t.request_id}": digest(prompts[t.request_id], t, score)
+                for t, score in zip(found.trajectories, found.scores, strict=True)
+            },
+        )
+
+
+WHOLE = Partition(ALONE)
+
+
+class Scorer:
+    """Called with a response as it ends, it sends it to the reward workers; `examples` by group.
+
+    With Reward.per = "group" it sends a group once all of its `group_size` responses have ended, in
+    the order of their samples. It skips the groups that another process scores.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        rewards: Rewards,
+        check: Callable[[], None],
+        group_size: int,
+        partition: Partition = WHOLE,
+    ) -> None:
+        self._tokenizer, self._rewards, self._check = tokenizer, rewards, check
+        self._partition = partition
+        self._group_size = group_size if rewards.config.per == "group" else 1
+        self.examples: dict[int, Example] = {}
+        self._ended: dict[int, list[Trajectory]] = {}  # of groups that have not ended
+        # by request: the scores of its job, its place in that, and its text
+        self._waiting: dict[int, tuple[Future[list[Score]], int, str]] = {}
+
+    def __call__(self, t: Trajectory) -> None:
+        if not self._partition.scores(t.group_id):
+            return
+        ended = self._ended.setdefault(t.group_id, [])
+        ended.append(t)
+        if len(ended) < self._group_size:
+            return
+        ended.sort(key=lambda t: t.sample_index)
+        ids = [tuple(t.response_ids.tolist()) for t in ended]
+        texts = [self._tokenizer.decode(tokens) for tokens in ids]
+        example = self.examples[t.group_id]
+        jobs = [ScoreJob(example, *pair) for pair in zip(texts, ids, strict=True)]
+        scores = self._rewards.submit_group(jobs)
+        for place, (one, text) in enumerate(zip(ended, texts, strict=True)):
+            self._waiting[one.request_id] = scores, place, text
+        del self._ended[t.group_id]
+
+    def waits_for(self, group_id: int) -> bool:
+        """Return whether responses of a group wait for their siblings to end."""
+        return self._group_size > 1 and group_id in self._ended
+
+    def _result(self, t: Trajectory) -> tuple[Score, str]:
+        """Wait for the response's score, calling `check`; return it with the response's text."""
+        if not self._partition.scores(t.group_id):
+            return UNSCORED, ""
+        scores, place, text = self._waiting.pop(t.request_id)
+        return self._rewards.result(scores, self._check)[place], text
+
+    def responses(self, done: Iterable[Trajectory], stats: EngineStats) -> Responses:
+        """Return the responses with their scores and texts, by group and sample."""
+        ordered = sorted(done, key=lambda t: (t.group_id, t.sample_index))
+        scored = [self._result(t) for t in ordered]
+        pairs = zip(ordered, scored, strict=True)
+        rewarded = [dataclasses.replace(t, reward=score.total) for t, (score, _) in pairs]
+        return Responses(rewarded, [s for s, _ in scored], [x for _, x in scored], stats)
+
+    def forget(self, *, before: int) -> None:
+        """Forget the examples of groups below this number."""
+        self.examples = {g: example for g, example in self.examples.items() if g >= before}
+
+
+def scored_rewards(
+    trajectories: Sequence[Trajectory], scores: Sequence[Score]
+) -> list[float | None]:
+    """Return the rewards of responses, None for those whose scoring failed."""
+    pairs = zip(trajectories, scores, strict=True)
+    return [t.reward if score.failure is None else None for t, score in pairs]
+
+
+def without_failed_groups(
+    trajectories: Sequence[Trajectory], scores: Sequence[Score], group_ids: Sequence[int]
+) -> list[Trajectory]:
+    """Return the responses; the reward of a failed one becomes None unless others of its group
+    differ, so that no group differs because a reward failed.
+    """
+    rewards = scored_rewards(trajectories, scores)
+    differ = informative_groups(rewards, group_ids)
+    return [
+        t if group in differ else dataclasses.replace(t, reward=reward)
+        for t, reward, group in zip(trajectories, rewards, group_ids, strict=True)
+    ]
+
+
+def failures_text(scores: Sequence[Score]) -> str:
+    """Return how many samples could not be scored, and why; empty if all could.
+
+    It is one line, though a reward's message may quote the response.
+    """
+    kinds: dict[str, list[str]] = {}
+    for failure in (score.failure for score in scores):
+        if failure is not None:
+            line = " ".join(failure.split())
+            kinds.setdefault(line.split(": ")[0], []).append(line)
+    return "; ".join(f"{len(k)} of {len(scores)} samples: {k[0]}" for k in kinds.values())
+
+
+_CLASSES = (
+    *(Part, Responses, Trajectory, FinishReason, SamplingConfig, Score, EngineStats),
+    *(CachedCounts, PoolCounts, RoundRecord, WorkerPart, WorkerEvent, collections.Counter),
+    *(np.ndarray, np.dtype),
+)
+_KNOWN = {(kind.__module__, kind.__qualname__) for kind in _CLASSES} | {
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "scalar"),
+    ("numpy._core.numeric", "_frombuffer"),
+}
+
+
+class _PartReader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _KNOWN:
+            raise pickle.UnpicklingError(f"expected parts of responses, got {module}.{name}")
+        return super().find_class(module, name)
+
+
+def read_part(value: bytes) -> Part:
+    """Return the part that another process pickled; no other class or function is called."""
+    part = _PartReader(io.BytesIO(value)).load()
+    if not isinstance(part, Part):
+        raise pickle.UnpicklingError(f"expected a part of responses, got {type(part).__name__}")
+    return part
+
+
+def digest(prompt_ids: np.ndarray, t: Trajectory, score: Score) -> str:
+    """Return a digest of the parts of a response that training learns from."""
+    result = hashlib.sha256(repr((t.request_id, t.group_id, t.sample_index, score.total)).encode())
+    result.update(prompt_ids.tobytes())
+    for name in TOKEN_FIELDS:
+        result.update(getattr(t, name).tobytes())
+    return result.hexdigest()[:16]
+
+
+def _by_clock(part: Part, began_s: float) -> Responses:
+    """Return a part's responses on the clock of `began_s`, this process's start of the rollout."""
+    assert part.responses is not None
+    stats, by_s = part.responses.stats, began_s - part.began_s
+    stats = dataclasses.replace(
+        stats,
+        timeline=[r.moved(by_s) for r in stats.timeline],
+        parts=[moved(p, by_s) for p in stats.parts],
+        events=[dataclasses.replace(e, at_s=e.at_s + by_s) for e in stats.events],
+    )
+    return dataclasses.replace(part.responses, stats=stats)

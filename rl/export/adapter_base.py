@@ -1,0 +1,40 @@
+"""The policy that an adapter was trained on, by its folder: names, and a digest if we wrote it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reprise.models import peft_files
+from reprise.models.hf_files import shown
+from reprise.rl.export import model_card
+from reprise.rl.settings import identity
+
+
+def check_base(
+    adapter: Path, policy: Path, policy_files: identity.Contents, *, any_base: bool
+) -> str:
+    """Return a remark on an adapter whose folder names another policy, or nothing.
+
+    Raises ValueError if the folder has another digest of its base, unless `any_base`.
+    """
+    base, (own, digest) = peft_files.read_base(adapter), describe_base(policy, policy_files)
+    if base.digest == digest:
+        return ""
+    if base.digest and not any_base:
+        raise ValueError(
+            f"{adapter}: the adapter was trained on other weights ({shown(base.name)}) than the "
+            f"ones of {policy}; fix: open the policy that it was trained on, or say any_base=True"
+        )
+    last, names = Path(base.name).name.casefold(), {own, model_card.read_base(policy).name}
+    if not base.digest and last in {"", *(Path(name).name.casefold() for name in names)}:
+        return ""
+    return (
+        f"warning: {adapter} names the base {shown(base.name)}, and the policy is {own}: an "
+        "adapter is right for the weights alone that it was trained on"
+    )
+
+
+def describe_base(policy: Path, policy_files: identity.Contents) -> tuple[str, str]:
+    """Return a policy's name for others (its id on the hub, or its folder's name), and digest."""
+    own = model_card.read_base(policy)
+    return own.hub_id or own.name, identity.base_digest(policy_files)

@@ -1,0 +1,269 @@
+"""Samples of given weights, with the drafts that a configuration names."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from reprise.models.config import param_specs
+from reprise.models.lora import trained_part
+from reprise.models.transformer import Params
+from reprise.rl.assembly import setup
+from reprise.rl.engine.engine import Engine, OnRound
+from reprise.rl.engine.rollout_spec import DrafterFactory, RolloutSpec, draft_with
+from reprise.rl.learner.data import Datum
+from reprise.rl.learner.drawn import DrawnResponses
+from reprise.rl.learner.gathering import laid_out
+from reprise.rl.learner.objectives import target_logprobs
+from reprise.rl.learner.trainer import Learner, cast_params
+from reprise.rl.records.trajectory import Request, Trajectory
+from reprise.rl.runtime.parallel_compile import OnCompiled, unwatched
+from reprise.rl.settings.config import TrainConfig
+from reprise.rl.settings.inputs import Inputs
+from reprise.rl.speculation.reuse import remember
+from reprise.rl.speculation.sources import Speculation
+from reprise.rl.warm_up import compile_buckets, kept_rounds, round_times
+from reprise.rl.warm_up.rollout_programs import Reach
+from reprise.spec.budget.config import parse_budget
+from reprise.spec.config import SamplingConfig
+from reprise.spec.drafter import Drafter
+from reprise.spec.reuse.rollout_cache import RolloutCache
+from reprise.spec.sampling import step_key
+
+Prompt = str | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sample:
+    """A response: its ids, their log-probs under the policy as sampled, float32 [n], and its text.
+
+    `version` counts the optimizer steps of the policy that drew it.
+    """
+
+    prompt_ids: tuple[int, ...]
+    token_ids: list[int]
+    logprobs: np.ndarray
+    text: str
+    is_truncated: bool
+    sampling: SamplingConfig
+    version: int
+
+
+class Rollouts:
+    """The engine of a policy's samples, and the drafts that its configuration names.
+
+    Policies that differ in their adapters share it: `num_calls` counts samples without a seed, and
+    `drawn` remembers how each response was drawn.
+    """
+
+    def __init__(self, config: TrainConfig, inputs: Inputs, mesh: Mesh | None, dtype: Any) -> None:
+        if config.speculation.learns or config.speculation.asks_model:
+            raise ValueError(
+                "Speculation.sources: samples have drafts of history, histospec, group and own, "
+                f"got {config.speculation.sources}"
+            )
+        self.config, self.inputs, self.mesh = config, inputs, mesh
+        self.engine = Engine(
+            inputs.model,
+            config.engine,
+            mesh=setup.engine_mesh(config, inputs.model, mesh),
+            dtype=dtype,
+        )
+        self.cache = RolloutCache(config.rollout.cache_bytes, vocab_size=inputs.model.vocab_size)
+        self.speculation = open_speculation(config, self.cache)
+        self.num_calls, self.drawn = 0, DrawnResponses()
+        self._base: Params | None = None
+
+    def frozen(self, base: Params) -> Params:
+        """Return the policy's frozen weights in the layout of rollouts: one copy for all."""
+        if self._base is None:
+            plain = dataclasses.replace(self.inputs.model, lora=None)
+            self._base = self.laid_out(base, param_specs(plain))
+        return self._base
+
+    def laid_out(self, params: Params, specs: Params) -> Params:
+        """Return weights of these `ParamSpec` in the dtype and the layout of rollouts."""
+        rounded, mesh = cast_params(params, self.engine.dtype), self.engine.mesh
+        return rounded if mesh is None else laid_out(rounded, specs, mesh)
+
+    def drafts(
+        self, weights: Params, keys: Sequence[str], prompts: Sequence[Any], n: int
+    ) -> DrafterFactory:
+        speculation = self.speculation
+        if needs_times(speculation):
+            warm_up(self.config, self.engine, weights, speculation)
+        return speculation.drafter_factory(keys, prompts, group_size=n)
+
+    def noise_key(self, seed: int | None) -> jax.Array:
+        """Return the key of a seed; without one, of the configuration's and the next number.
+
+        No seed of a caller has the key of a number, and no two numbers have the same.
+        """
+        if seed is not None:
+            return step_key(seed, 0)
+        self.num_calls += 1
+        return step_key(self.config.run.seed, self.num_calls)
+
+    def to_sample(self, t: Trajectory, sampling: SamplingConfig, version: int) -> Sample:
+        """Return a trajectory as its caller gets it, and remember how it was drawn."""
+        self.drawn.note(t.prompt_ids, t.response_ids, t.logprobs, sampling)
+        prompt, response = tuple(t.prompt_ids.tolist()), t.response_ids.tolist()
+        text = self.inputs.tokenizer.decode(response)
+        return Sample(prompt, response, t.logprobs, text, t.truncated, sampling, version)
+
+
+def open_speculation(config: TrainConfig, cache: RolloutCache) -> Speculation:
+    return Speculation(config.speculation, cache, tuner=config.tuner, seed=config.run.seed)
+
+
+def needs_times(speculation: Speculation) -> bool:
+    """Return whether a budget needs the seconds of rounds, which are not measured yet."""
+    config = speculation.config
+    return (
+        config.enabled and speculation.times is None and parse_budget(config.budget)[0] != "fixed"
+    )
+
+
+def warm_up(
+    config: TrainConfig,
+    engine: Engine,
+    weights: Params,
+    speculation: Speculation,
+    on_compiled: OnCompiled = unwatched,
+) -> None:
+    """Compile the programs of rollouts; if a budget needs the seconds of rounds, measure them."""
+    sampling, enabled = config.sampling, speculation.config.enabled
+    reach = Reach(engine.config.max_slots, config.rollout.max_prompt_tokens, speculative=enabled)
+    compile_buckets.warm_up(engine, weights, sampling, reach, on_compiled)
+    if needs_times(speculation):
+        speculation.times = round_times.load_or_measure(
+            None,
+            engine,
+            weights,
+            sampling,
+            reach,
+            speculation=speculation.config,
+            shared_folder=kept_rounds.folder(),
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sampler:
+    """The weights of a moment, to sample from; `version` counts their optimizer steps."""
+
+    _rollouts: Rollouts
+    _learner: Learner
+    _weights: Params
+    version: int
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        n: int = 1,
+        sampling: SamplingConfig | None = None,
+        seed: int | None = None,
+        *,
+        drafter: Drafter | None = None,
+        on_round: OnRound | None = None,
+    ) -> list[list[Sample]]:
+        """Return `n` responses to each prompt, a text or ids.
+
+        Tokens are a function of weights, prompts, `n`, `sampling` and `seed`: neither a `drafter`
+        nor the drafts of the configuration change one. Without a seed they have noise that no call
+        before had: a program that starts in the same way draws the same. `on_round` is called now
+        and then with the responses finished and the tokens so far; raising ends the call. Raises
+        ValueError for prompts that cannot run.
+        """
+        rollouts, inputs = self._rollouts, self._rollouts.inputs
+        sampling = sampling or rollouts.config.sampling
+        ids = _check(inputs, prompts, n, sampling, seed)
+        requests = [
+            Request(g * n + i, prompt, g, i) for i in range(n) for g, prompt in enumerate(ids)
+        ]
+        keys = [hashlib.sha256(repr(prompt).encode()).hexdigest() for prompt in ids]
+        with on_mesh(rollouts.mesh):
+            drafts = draft_with(drafter)
+            if drafter is None:
+                drafts = rollouts.drafts(self._weights, keys, ids, n)
+            spec = RolloutSpec(
+                self._weights,
+                sampling,
+                rollouts.noise_key(seed),
+                inputs.model.eos_token_ids,
+                self.version,
+                drafts,
+                words=inputs.token_bytes_for(sampling),
+            )
+            done = rollouts.engine.run(spec, requests, on_round=on_round)
+        if rollouts.speculation.keeps_history:
+            remember(rollouts.cache, keys, done, scored=False)
+        groups: list[list[Sample]] = [[] for _ in ids]
+        for t in done:
+            groups[t.group_id].append(rollouts.to_sample(t, sampling, self.version))
+        return groups
+
+    @property
+    def adapter(self) -> Params:
+        """The adapter of these weights."""
+        return trained_part(self._weights)
+
+    def forward(self, data: Sequence[Datum]) -> list[np.ndarray]:
+        """Return the log-probs of each datum's targets, float32 [T]. Raises ValueError."""
+        with on_mesh(self._rollouts.mesh):
+            learner = self._learner
+            drawn = self._rollouts.drawn
+            return target_logprobs(self._weights, data, drawn, learner.shape, learner.recipe)
+
+
+@contextlib.contextmanager
+def on_mesh(mesh: Mesh | None) -> Iterator[None]:
+    """Compute on a mesh, or on one device."""
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        yield
+
+
+def _check(inputs: Inputs, prompts: Any, n: Any, sampling: Any, seed: Any) -> list[tuple[int, ...]]:
+    """Return the prompts' tokens. Raises ValueError for arguments of other types."""
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise ValueError(
+            f"prompts: expected a list of texts or of token ids, got {_shown(prompts)}; "
+            "fix: put one prompt into a list"
+        )
+    if not isinstance(sampling, SamplingConfig):
+        raise ValueError(
+            f"sampling: expected a SamplingConfig, got {_shown(sampling)}; "
+            "fix: spec.config.SamplingConfig(temperature=0.5)"
+        )
+    if not _is_integer(n) or n < 1:
+        raise ValueError(f"n: expected at least one response to each prompt, got {n!r}")
+    if seed is not None and not (_is_integer(seed) and 0 <= seed < 2**31):
+        raise ValueError(f"seed: expected an integer of 0 to 2³¹−1, or None, got {seed!r:.100}")
+    return [_encoded(inputs, f"prompt {i}", prompt) for i, prompt in enumerate(prompts)]
+
+
+def _encoded(inputs: Inputs, name: str, prompt: Any) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        return tuple(inputs.tokenizer.encode_prompt(prompt))
+    try:
+        return tuple(operator.index(token) for token in prompt)
+    except TypeError:
+        raise ValueError(
+            f"{name}: expected a text or token ids, got {_shown(prompt)}; fix: encode messages "
+            "with policy.tokenizer.apply_chat_template(messages, add_generation_prompt=True)"
+        ) from None
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer)
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {value!r:.60}"

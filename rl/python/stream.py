@@ -1,0 +1,338 @@
+"""Samples without end: requests of several adapters share the rounds of one rollout as they come.
+
+An adapter has a place in the engine's policy (`models.lora.for_rows`) while it has
+requests; a place goes to another one once it has none. A prompt that continues an earlier request
+of the same adapter, as the turn of a dialogue does, computes its new tokens alone. Requests with
+one prompt draft from one another, and from its earlier responses, whatever their adapters.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from reprise.models import lora
+from reprise.models.config import with_adapters
+from reprise.models.transformer import Params
+from reprise.rl.assembly import setup
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.engine.stats import EngineStats
+from reprise.rl.python.sampler import (
+    Rollouts,
+    Sample,
+    Sampler,
+    needs_times,
+    on_mesh,
+    open_speculation,
+    warm_up,
+)
+from reprise.rl.records.trajectory import (
+    FinishReason,
+    PartialRequest,
+    Request,
+    Trajectory,
+    check_requests,
+)
+from reprise.rl.runtime.parallel_compile import OnCompiled, unwatched
+from reprise.rl.speculation.sources import history_rule
+from reprise.rl.warm_up.step_seconds import loss_text, step_seconds
+from reprise.spec.config import SamplingConfig
+from reprise.spec.retrieval.group import DraftServer
+from reprise.spec.retrieval.history import GrowingHistory
+from reprise.spec.reuse.rollout_cache import RolloutCache
+from reprise.spec.sampling import NOISE_NAMES, step_key
+
+OnFinish = Callable[[list[Sample] | Exception], None]
+RENEWED_AFTER = 10_000  # requests of a rollout, whose tables grow with them; then another opens
+LOOK_AFTER, LOOK_WITHIN = 64, 1024  # fetches, when idle and at the latest: whether drafts lose time
+STUCK_AFTER = 1000  # fetches without a token, of prompts or responses
+HISTORY_TOKENS = 2**21  # of responses that later ones draft from; each takes about 100 bytes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SampleRequest:
+    """`n` responses to a prompt of a sampler's weights; `seed` names their noise."""
+
+    sampler: Sampler
+    prompt_ids: tuple[int, ...]
+    n: int
+    sampling: SamplingConfig
+    seed: str
+
+    def requests(self, number: int, adapter: int, group: int = 0) -> list[Request]:
+        """Return the engine's requests; no other that runs has `number`.
+
+        Responses count from a place that the seed names: no two of a request share their noise.
+        """
+        digest = hashlib.sha256(self.seed.encode()).digest()
+        first = int.from_bytes(digest[:4], "little")
+
+        def one(i: int) -> Request:
+            noise = (first + i) % NOISE_NAMES
+            names = (number + i) * NOISE_NAMES + noise, self.prompt_ids, group, i
+            return Request(*names, sampling=self.sampling, adapter=adapter)
+
+        return [one(i) for i in range(self.n)]
+
+
+@dataclasses.dataclass(eq=False)
+class _Running:
+    request: SampleRequest
+    place: int
+    on_finish: OnFinish
+    done: list[Trajectory] = dataclasses.field(default_factory=list)
+
+
+class _Places:
+    """Which sampler has each place, under a number that no other has had, and how many requests."""
+
+    def __init__(self, count: int) -> None:
+        self.samplers: list[Sampler | None] = [None] * count
+        self.numbers = list(range(count))
+        self.busy = [0] * count
+        self._used = list(range(count))  # places, the longest unused first
+
+    def claim(self, sampler: Sampler) -> tuple[int | None, bool]:
+        """Return the place of a sampler, and whether its adapter is to be put there; None: wait."""
+        is_new = sampler not in self.samplers
+        if is_new:
+            free = [place for place in self._used if not self.busy[place]]
+            if not free:
+                return None, False
+            place = free[0]
+            self.samplers[place] = sampler
+            self.numbers[place] += len(self.numbers)
+        place = self.samplers.index(sampler)
+        self._used.remove(place)
+        self._used.append(place)
+        return place, is_new
+
+
+class Stream:
+    """A rollout to which requests are added at any time; all calls are made in one thread.
+
+    Tokens are a function of a request and of its sampler's weights. `report` is called with a line
+    once drafts have ended.
+    """
+
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        base: Params,
+        places: int,
+        report: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        config, model = rollouts.config, lora.with_places(rollouts.inputs.model, places)
+        mesh = setup.engine_mesh(config, model, rollouts.mesh)
+        self._rollouts, self._base, self._places = rollouts, base, _Places(places)
+        self._report = report
+        self._engine = Engine(model, config.engine, mesh=mesh, dtype=rollouts.engine.dtype)
+        self._adapters = lora.no_adapters(model, rollouts.engine.dtype)
+        self._speculation = open_speculation(config, RolloutCache())
+        self._speculation.has_history, self._has_drafts = True, False  # of this rollout
+        self._history = GrowingHistory(0)
+        if config.speculation.history_source is not None:
+            self._history = GrowingHistory(HISTORY_TOKENS, history_rule(config.speculation))
+        self._waiting = collections.deque[tuple[SampleRequest, OnFinish]]()
+        self._running: dict[int, _Running] = {}  # by the number of its first response
+        self._number = self._num_idle = 0
+        self._num_tokens: tuple[int, int] | None = None  # at the last fetch
+        self._rollout: contextlib.ExitStack | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts since the rollout was opened."""
+        return self._engine.stats
+
+    def warm_up(self, on_compiled: OnCompiled = unwatched) -> None:
+        """Compile all programs of samples, and measure the rounds that drafts are decided by.
+
+        Without it they compile at first use.
+        """
+        rollouts, none = self._rollouts, jax.tree.map(jnp.copy, self._adapters)
+        with on_mesh(rollouts.mesh):
+            warm_up(rollouts.config, self._engine, self._params(), self._speculation, on_compiled)
+            one = lora.no_adapters(rollouts.inputs.model, self._engine.dtype)
+            lora.put_adapter(none, one, jnp.int32(0))
+
+    def add(self, request: SampleRequest, on_finish: OnFinish) -> None:
+        """Queue a request; `on_finish` is called with its responses, in a `step`.
+
+        It is called with a ValueError if logits of a response are not finite. Raises ValueError for
+        a request that cannot run.
+        """
+        config, tokens = self._rollouts.config, len(request.prompt_ids)
+        if request.n < 1:
+            raise ValueError(f"expected at least 1 response to a request, got n={request.n}")
+        one = dataclasses.replace(request, n=1)
+        check_requests(self._engine.model, one.requests(0, 0), config.sampling)
+        if tokens + request.sampling.max_new_tokens > config.longest_tokens:
+            raise ValueError(
+                f"expected at most {config.longest_tokens} tokens of prompt and response, got "
+                f"{tokens} and {request.sampling.max_new_tokens}: lower max_tokens, or raise "
+                "Rollout.max_prompt_tokens and Sampling.max_new_tokens of the server"
+            )
+        self._waiting.append((request, on_finish))
+
+    def step(self) -> None:
+        """Run the rounds of one fetch; if they fail, all requests are gone."""
+        with on_mesh(self._rollouts.mesh):
+            try:
+                if self._ends and not self._running:
+                    self.close()
+                if self._rollout is None:
+                    self._open()
+                self._begin()
+                for t in self._engine.step():
+                    assert isinstance(t, Trajectory), "whole requests have no chunks"
+                    self._end(t)
+                self._check_progress()
+                self._look()
+            except BaseException:
+                self._waiting.clear()
+                self.close()
+                self._engine.free()  # the step may have consumed the cache
+                raise
+
+    def close(self) -> None:
+        """End the rollout; the next step opens another one."""
+        rollout, self._rollout = self._rollout, None
+        self._running = {}
+        self._number = 0
+        self._num_idle = 0
+        self._history.drop_groups()
+        self._places.busy = [0] * len(self._places.busy)
+        if rollout is not None:
+            rollout.close()
+
+    def _open(self) -> None:
+        config, inputs = self._rollouts.config, self._rollouts.inputs
+        speculation = self._speculation
+        if needs_times(speculation):
+            self.warm_up()
+        self._siblings, self._has_drafts = DraftServer(), not speculation.is_off
+        if not self._has_drafts:
+            self._history = GrowingHistory(0)
+        drafts = speculation.drafter_factory((), (), server=self._siblings, index=self._history)
+        settings = self._params(), config.sampling, step_key(0, 0), inputs.model.eos_token_ids
+        more: dict[str, Any] = {"words": inputs.tokenizer.token_bytes, "keeps_responses": True}
+        spec = RolloutSpec(*settings, drafts=drafts, **more)
+        sizes: dict[str, Any] = {
+            "max_requests": self._engine.config.max_slots,
+            "max_tokens": config.longest_tokens,
+        }
+        rollout = contextlib.ExitStack()
+        rollout.enter_context(self._engine.rollout(spec, **sizes))
+        self._rollout = rollout
+
+    def _params(self) -> Params:
+        assert self._engine.model.lora is not None
+        params = with_adapters(self._base, self._adapters, self._engine.model.lora)
+        return self._engine.place(params, self._engine.model)
+
+    @property
+    def _ends(self) -> bool:
+        """Return whether the rollout is to be renewed, once its requests have ended."""
+        return self._number >= RENEWED_AFTER or (self._has_drafts and self._speculation.is_off)
+
+    def _check_progress(self) -> None:
+        """Raise RuntimeError if rounds have computed nothing for long: no request would end."""
+        num_tokens = self.stats.tokens, self.stats.prefilled_tokens
+        is_idle = num_tokens == self._num_tokens and self.has_work
+        self._num_tokens, self._num_idle = num_tokens, self._num_idle + 1 if is_idle else 0
+        if self._num_idle >= STUCK_AFTER:
+            raise RuntimeError(
+                f"no token in {STUCK_AFTER} fetches, with {len(self._running)} requests that run "
+                f"and {len(self._waiting)} that wait"
+            )
+
+    def _look(self) -> None:
+        """Judge the drafts of the last rounds, as after a training step."""
+        rounds, speculation = self._engine.stats.timeline, self._speculation
+        if len(rounds) < (LOOK_WITHIN if self.has_work else LOOK_AFTER):
+            return
+        if (times := speculation.times_now) is not None and self._has_drafts:
+            speculation.seconds.played(step_seconds(rounds, times, has_history=True))
+            if speculation.is_off:
+                lost = loss_text(speculation.seconds, has_history=True)
+                self._report(f"{lost}: they are turned off (Speculation.losing_steps)")
+        rounds.clear()
+
+    def _begin(self) -> None:
+        """Let the waiting requests join, in order, up to the first one that has no place.
+
+        None joins a rollout that is to be renewed.
+        """
+        while self._waiting and not self._ends:
+            request, on_finish = self._waiting[0]
+            place, is_new = self._places.claim(request.sampler)
+            if place is None:
+                return
+            self._waiting.popleft()
+            if is_new:
+                adapter, at = request.sampler.adapter, jnp.int32(place)
+                self._adapters = lora.put_adapter(self._adapters, adapter, at)
+                self._engine.use(self._params())
+            self._running[self._number] = _Running(request, place, on_finish)
+            self._places.busy[place] += 1
+            group = self._history.begin(request.prompt_ids, request.n)
+            requests = request.requests(self._number, self._places.numbers[place], group)
+            self._engine.add([PartialRequest(r) for r in requests])
+            self._number += request.n
+
+    def _end(self, t: Trajectory) -> None:
+        """Note a response; hand over the responses of its request if this is the last one."""
+        number = t.request_id // NOISE_NAMES - t.sample_index
+        if (running := self._running.get(number)) is None:
+            return  # another response of its request has failed in this round
+        request = running.request
+        if t.finish_reason is FinishReason.NOT_FINITE:
+            return self._fail(number, t)
+        running.done.append(t)
+        self._leave_group(t.group_id, t.response_ids)
+        if len(running.done) < request.n:
+            return
+        self._free(number)
+        running.done.sort(key=lambda one: one.sample_index)
+        sampling, version = request.sampling, request.sampler.version
+        running.on_finish([self._rollouts.to_sample(t, sampling, version) for t in running.done])
+
+    def _fail(self, number: int, t: Trajectory) -> None:
+        """End a request with an error because logits of one of its responses are not finite."""
+        running = self._free(number)
+        request = running.request
+        for _ in range(request.n - len(running.done)):
+            self._leave_group(t.group_id, None)
+        rest = request.requests(number, self._places.numbers[running.place])
+        self._engine.remove([r.request_id for r in rest])
+        running.on_finish(
+            ValueError(
+                f"the logits of these weights (version {request.sampler.version}) after "
+                f"{t.num_tokens - 1} tokens of response {t.sample_index} are not finite: no token "
+                "can be drawn; fix: sample from other weights, and train with a lower learning rate"
+            )
+        )
+
+    def _free(self, number: int) -> _Running:
+        """Forget a request that runs; its place is free if it was the last one there."""
+        running = self._running.pop(number)
+        self._places.busy[running.place] -= 1
+        return running
+
+    def _leave_group(self, group: int, response: np.ndarray | None) -> None:
+        """Let later requests with the prompt draft from a response, if there is one."""
+        if self._history.end(group, response):
+            self._siblings.forget([group])

@@ -1,0 +1,261 @@
+"""A training run as users set it: the sections of its configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from reprise.models.config import LoraShape, LoraTarget, MeshConfig, ModelConfig
+from reprise.rl.checkpoint.config import CheckpointConfig
+from reprise.rl.cluster.config import ClusterConfig
+from reprise.rl.data.tasks import TaskConfig
+from reprise.rl.drafter_training.config import DrafterConfig, shape_of
+from reprise.rl.drafting.config import DraftingConfig
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.gin.loader import load
+from reprise.rl.gin.values import AUTO
+from reprise.rl.learner.algorithms import AlgorithmConfig, CriticConfig
+from reprise.rl.learner.config import NumericsConfig, OptimizerConfig, TrainerConfig, TrainSpec
+from reprise.rl.metrics.writer import MetricsConfig
+from reprise.rl.rewards.config import RewardConfig
+from reprise.rl.runtime.run_files import resolve_path
+from reprise.rl.runtime.waits import HANG_LIMIT_S
+from reprise.rl.settings.eval_sets import EvalConfig
+from reprise.rl.speculation.config import DraftModelConfig, ReuseConfig, SpeculationConfig
+from reprise.rl.workers.config import SchedConfig
+from reprise.spec.budget.config import TunerConfig
+from reprise.spec.config import SamplingConfig
+from reprise.spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, EagleConfig
+
+# Settings that may be "auto": `rl.preflight.sizes` computes them from a device's memory.
+SIZES = ("Engine.slots", "Engine.pages", "Trainer.micro_batch_tokens")
+
+
+MAX_STEPS = 2**26 - 1  # noise that reuse renews is named by its step (spec.reuse.rollout_cache)
+MAX_S = 10**9  # of a limit: the operating system takes a few times as much
+MAX_REQUESTS = 2**20  # of a step
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """A run's folder, its length, and the seed of its data order and noise.
+
+    A part of a run without a heartbeat for `hang_limit_s` is hung: the run names it, and ends or
+    continues without it; compiling has `compile_limit_s` for each program. After a stop request, a
+    run that does not reach its next save within `stop_limit_s` ends without one. With
+    `time_limit_s` a run saves and ends before a step that would end after that time, at the pace
+    of the last step; `--resume` continues it, with as much time again.
+
+    Steps whose rewards teach nothing (none, all equal, all cut off, no group left, all failed) are
+    reported with the reason after `no_update_warning_steps` in a row; after `no_update_limit_steps`
+    the run saves and ends with status 1.
+    """
+
+    directory: str | None = None  # None: runs/NAME_OF_CONFIG, numbered
+    steps: int = 100
+    seed: int = 0
+    hang_limit_s: float = HANG_LIMIT_S
+    compile_limit_s: float = 3600.0
+    stop_limit_s: float = 8.0
+    time_limit_s: float | None = None  # None: until all steps are done
+    no_update_warning_steps: int = 3
+    no_update_limit_steps: int = 20
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.steps <= MAX_STEPS:
+            raise ValueError(f"steps must be 1 to {MAX_STEPS:,}, got {self.steps}")
+        for field in ("no_update_warning_steps", "no_update_limit_steps"):
+            if (value := getattr(self, field)) < 1:
+                raise ValueError(f"{field} must be at least 1, got {value}")
+        for field in ("hang_limit_s", "compile_limit_s", "stop_limit_s", "time_limit_s"):
+            value = getattr(self, field)
+            if value is not None and not 0 < value <= MAX_S:
+                raise ValueError(f"{field} must be above 0 and at most {MAX_S:,}, got {value}")
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed must be in 0 … 2³¹−1, got {self.seed}")
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyConfig:
+    """The policy to start from: a Hugging Face folder with its tokenizer, or a GGUF file.
+
+    With `lora_rank` above 0 its weights are frozen, and low-rank adapters of `lora_targets`
+    (attention, mlp, head) are trained: W + (lora_alpha / lora_rank) · B · A.
+    """
+
+    directory: str = "policies/tiny"
+    lora_rank: int = 0
+    lora_alpha: float = 32.0
+    lora_targets: tuple[LoraTarget, ...] = ("attention", "mlp")
+
+    def __post_init__(self) -> None:
+        if self.lora_rank:
+            _ = self.lora  # raises for values that do not fit
+
+    @property
+    def lora(self) -> LoraShape | None:
+        """The shape of the adapters; None if all weights are trained."""
+        if not self.lora_rank:
+            return None
+        return LoraShape(self.lora_rank, self.lora_alpha, self.lora_targets)
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """The rollouts of one step: `group_size` responses to each of `prompts_per_step` prompts.
+
+    Examples whose prompt has more than `max_prompt_tokens` are left out of the run; their number is
+    logged at the start, or by each step (`rollout/left_out_prompts`) if there are more than
+    `Task.stream_above_examples`. Last epoch's responses, for drafts and reuse, take `cache_bytes`
+    of memory, compressed; the rest goes to the run folder.
+    """
+
+    prompts_per_step: int = 16
+    group_size: int = 8
+    max_prompt_tokens: int = 256
+    cache_bytes: int = 2**30
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            limit = 2**62 if field.name == "cache_bytes" else MAX_REQUESTS
+            if not 1 <= value <= limit:
+                raise ValueError(f"{field.name} must be 1 to {limit:,}, got {value}")
+        if self.num_requests > MAX_REQUESTS:
+            raise ValueError(
+                f"prompts_per_step · group_size must be at most {MAX_REQUESTS:,}, got "
+                f"{self.prompts_per_step:,} · {self.group_size:,}"
+            )
+
+    @property
+    def num_requests(self) -> int:
+        return self.prompts_per_step * self.group_size
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """All settings of `python -m rl.train`."""
+
+    run: RunConfig
+    policy: PolicyConfig
+    task: TaskConfig
+    reward: RewardConfig
+    rollout: RolloutConfig
+    sampling: SamplingConfig
+    engine: EngineConfig
+    sched: SchedConfig
+    speculation: SpeculationConfig
+    tuner: TunerConfig
+    drafter: DrafterConfig
+    draft_model: DraftModelConfig
+    drafting: DraftingConfig
+    drafter_training: DrafterTrainingConfig
+    data_buffer: DataBufferConfig
+    reuse: ReuseConfig
+    algorithm: AlgorithmConfig
+    critic: CriticConfig
+    trainer: TrainerConfig
+    optimizer: OptimizerConfig
+    numerics: NumericsConfig
+    mesh: MeshConfig
+    cluster: ClusterConfig
+    eval: EvalConfig
+    checkpoint: CheckpointConfig
+    metrics: MetricsConfig
+
+    def __post_init__(self) -> None:
+        verified = self.reuse.couples_noise or self.sched.mode == "ahead"
+        object.__setattr__(self, "sampling", self.sampling.with_scheme(verified=verified))
+
+    @property
+    def open_sizes(self) -> tuple[str, ...]:
+        """The settings of `SIZES` that are "auto"."""
+        return tuple(name for name in SIZES if self._size(name) == AUTO)
+
+    def with_sizes(self, sizes: Mapping[str, int]) -> Self:
+        """Return the configuration with these numbers for settings of `SIZES`."""
+        changed = self
+        for name, size in sizes.items():
+            section, field = name.lower().split(".")
+            part = dataclasses.replace(getattr(changed, section), **{field: size})
+            changed = dataclasses.replace(changed, **{section: part})
+        return changed
+
+    def with_sizes_of(self, before: TrainConfig) -> Self:
+        """Return the configuration with the sizes of `before` for those that are "auto"."""
+        return self.with_sizes({name: before._size(name) for name in self.open_sizes})
+
+    def on_day(self, date: str) -> Self:
+        """Return the configuration with this day for chat templates, unless it has one."""
+        task = dataclasses.replace(self.task, date=self.task.date or date)
+        return dataclasses.replace(self, task=task)
+
+    def _size(self, name: str) -> Any:
+        section, field = name.lower().split(".")
+        return getattr(getattr(self, section), field)
+
+    @property
+    def draft_model_folder(self) -> Path | None:
+        """The folder or file of the draft model, if one drafts."""
+        if not self.speculation.asks_model:
+            return None
+        return resolve_path(str(self.draft_model.directory)).resolve()
+
+    @property
+    def num_verifying(self) -> int:
+        """Return how many workers answer requests if the number of drafting workers is set."""
+        return self.sched.workers - (self.drafting.workers or 0)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Prompt and response together, at most."""
+        return self.rollout.max_prompt_tokens + self.sampling.max_any_new_tokens
+
+    @property
+    def correct_by(self) -> str:
+        """The name of the reward function whose value makes a response correct (pass@k)."""
+        named = self.eval.correct_by or self.reward.functions[0]
+        names = dict(zip(self.reward.functions, self.reward.names, strict=True))
+        return names.get(named, named)
+
+    @property
+    def eval_prompt_tokens(self) -> int:
+        """The longest prompt of an evaluation."""
+        return self.eval.max_prompt_tokens or self.rollout.max_prompt_tokens
+
+    @property
+    def max_any_prompt_tokens(self) -> int:
+        """The longest prompt that the engine is given, in training or in an evaluation."""
+        evaluated = self.eval_prompt_tokens if self.eval.num_prompts else 0
+        return max(self.rollout.max_prompt_tokens, evaluated)
+
+
+def load_config(*files: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Return the configuration of a run: its defaults, changed by `.gin` files, then overrides.
+
+    An override is a text like `Sampling.temperature=0.7`. Raises ConfigError.
+    """
+    return load(TrainConfig, files, overrides)
+
+
+def drafter_shape(config: TrainConfig, model: ModelConfig) -> EagleConfig | None:
+    """Return the shape of the run's learned drafter, None without one; raises as `shape_of`."""
+    if not config.speculation.learns:
+        return None
+    return shape_of(config.drafter, config.drafter_training, model)
+
+
+def recipe(config: TrainConfig, model: ModelConfig) -> TrainSpec:
+    """The static part of the training steps."""
+    minibatches = min(config.trainer.minibatches, config.rollout.prompts_per_step)
+    steps = config.run.steps * config.trainer.inner_updates * minibatches
+    if steps >= 2**31:
+        raise ValueError(
+            f"expected fewer than 2³¹ optimizer steps, got Run.steps={config.run.steps:,} · "
+            f"Trainer.inner_updates={config.trainer.inner_updates:,} · {minibatches:,} minibatches"
+        )
+    return TrainSpec(
+        model, config.algorithm, config.trainer, config.optimizer, steps, critic=config.critic
+    )

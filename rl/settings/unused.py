@@ -1,0 +1,127 @@
+"""Settings that differ from their defaults and have no effect: in a run, in `rl.python.api`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from reprise.rl.gin.grammar import read_override
+from reprise.rl.gin.loader import ConfigError
+from reprise.rl.settings.config import TrainConfig
+from reprise.spec.budget.config import BANDIT, LEARNED, MODEL
+
+
+def unused_settings(config: TrainConfig) -> list[str]:
+    """Return a sentence per setting, or section, that the run does not use: which one would."""
+    speculation, sched, drafting = config.speculation, config.sched, config.drafting
+    # a budget that is off compares a run with plain decoding
+    drafters = {*speculation.sources, *(drafting.methods if drafting.helps else ())}
+    several = sched.workers > 1 or sched.mode != "sync"
+    histopipe = sched.policy == "histopipe"
+    learned = LEARNED in drafters, '"learned" in Speculation.sources'
+    used: dict[str, tuple[bool, str]] = {
+        "DraftModel": (MODEL in drafters, '"model" in Speculation.sources'),
+        "Drafter": learned,
+        "DrafterTraining": learned,
+        "DataBuffer": learned,
+        "Tuner": (speculation.budget == BANDIT, 'Speculation.budget = "bandit"'),
+        "Drafting": (
+            drafting.drafts_apart or drafting.helps,
+            "Drafting.workers or Drafting.requests_per_helper above 0",
+        ),
+        "Critic": (config.algorithm.resolved.needs_critic, 'Algorithm.name = "ppo"'),
+        "Eval": (config.eval.num_prompts > 0, "Eval.num_prompts above 0"),
+        "Speculation.match_tokens": ("histospec" in drafters, '"histospec" in Speculation.sources'),
+        "Speculation.window_tokens": (
+            speculation.budget == "aimd" or "histospec" in drafters,
+            'Speculation.budget = "aimd" or "histospec" in Speculation.sources',
+        ),
+        "Speculation.group_update_tokens": ("group" in drafters, '"group" in Speculation.sources'),
+        "Reuse.fresh_share": (config.reuse.mode != "off", "a Reuse.mode"),
+        "Reuse.renew_groups": (config.reuse.mode != "off", "a Reuse.mode"),
+        "Reuse.max_age_steps": (
+            config.reuse.keeps_old_tokens,
+            "a Reuse.mode that keeps older tokens, as lenient does",
+        ),
+        "Algorithm.kl_estimator": (
+            config.algorithm.kl_coefficient > 0,
+            "Algorithm.kl_coefficient above 0",
+        ),
+        "Cluster.rollouts": (config.cluster.kind == "spmd", 'Cluster.kind = "spmd"'),
+        **{
+            f"Sched.{name}": (several, "Sched.workers above 1, or another Sched.mode than sync")
+            for name in ("policy", "chunk_tokens", "kv_tokens", "pool_bytes", "devices_per_worker")
+        },
+        **{
+            f"Sched.{name}": (histopipe, 'Sched.policy = "histopipe"')
+            for name in (
+                "ranking_groups",
+                "allocation",
+                "last_share",
+                "growth_quantile",
+                "least_growth",
+            )
+        },
+    }
+    changed = [name for name in _changed(config) if name != "Eval.num_prompts"]
+    notes = []
+    for name, (is_used, needs) in used.items():
+        fields = [field for field in changed if field == name or field.startswith(f"{name}.")]
+        if fields and not is_used:
+            notes.append(f"{', '.join(fields)}: no effect in this run, it takes {needs}")
+    is_chosen = "last" in speculation.sources and "Speculation.sources" in changed
+    if speculation.enabled and is_chosen and not config.reuse.enabled:
+        notes.append('"last" in Speculation.sources: no effect without a Reuse.mode')
+    return notes
+
+
+def _changed(config: TrainConfig) -> list[str]:
+    """Return the settings that differ from their sections' defaults, as Section.field."""
+    changed = []
+    for section in dataclasses.fields(config):
+        values = getattr(config, section.name)
+        name = type(values).__name__.removesuffix("Config")
+        for field in dataclasses.fields(values):
+            if getattr(values, field.name) != field.default:
+                changed.append(f"{name}.{field.name}")
+    return changed
+
+
+# Sections and fields that `rl.python.api` and `rl.serve` do not read, and their counterpart there.
+_RUN_SETTINGS = {
+    "Algorithm": "name a loss at forward_backward",
+    "Checkpoint": "call save_state",
+    "Cluster": "a policy has the devices of its process",
+    "Critic": "name a loss at forward_backward",
+    "DataBuffer": "samples have no learned drafter",
+    "DraftModel": "samples have no draft model",
+    "Drafter": "samples have no learned drafter",
+    "DrafterTraining": "samples have no learned drafter",
+    "Drafting": "samples have one engine",
+    "Eval": "sample and score the questions",
+    "Metrics": "log what the calls return",
+    "Optimizer": "give optim_step its Adam",
+    "Reuse": "every response is drawn anew",
+    "Reward": "score the samples",
+    "Run": "the loop is the caller's",
+    "Sched": "samples have one engine",
+    "Rollout.prompts_per_step": "give sample its prompts",
+    "Rollout.group_size": "give sample its n",
+    "Sampling.by_task": "give sample its sampling",
+    "Trainer.inner_updates": "call optim_step as often",
+    "Trainer.minibatches": "call optim_step as often",
+    "Trainer.on_nonfinite": "forward_backward raises ValueError",
+}
+_READ = {"Run.seed"}
+
+
+def refuse_run_settings(settings: Sequence[str]) -> None:
+    """Raise ConfigError for a setting that only `rl.train` reads, not `rl.python` or `rl.serve`."""
+    for setting in settings:
+        name = read_override(setting).name
+        section = name.partition(".")[0]
+        instead = _RUN_SETTINGS.get(name) or _RUN_SETTINGS.get(section)
+        if instead and name not in _READ:
+            raise ConfigError(
+                f"{name}: no effect here, only rl.train reads it; fix: leave it out: {instead}"
+            )

@@ -1,0 +1,120 @@
+"""Checks of a run's rewards, step by step: how many fail, and whether the others teach anything.
+
+A run ends, with its last whole step saved, if too many rewards fail (`Reward.max_failed_share`,
+`Reward.max_failing_steps`), or after `Run.no_update_limit_steps` steps in a row that taught the
+policy nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from reprise.rl.exchange.responses import failures_text
+from reprise.rl.learner.advantages import informative_groups
+from reprise.rl.records.trajectory import Trajectory
+from reprise.rl.rewards.scores import Score
+from reprise.rl.settings.config import TrainConfig
+
+FEW = 0.01  # of a step's samples: so many failures may persist
+
+
+class NotLearning(RuntimeError):
+    """The run ends: its rewards fail, or its steps teach the policy nothing."""
+
+
+def check_failures(
+    config: TrainConfig, say: Callable[[str], None], scores: Sequence[Score], step: int
+) -> None:
+    """Report how many samples could not be scored, and why. Raises NotLearning for too many."""
+    if not (text := failures_text(scores)):
+        return
+    share = config.reward.max_failed_share
+    if sum(s.failure is not None for s in scores) > max(1, share * len(scores)):
+        raise NotLearning(
+            f"step {step}: {text}; that is more than Reward.max_failed_share={share:g} of the "
+            "samples: correct the reward and go on with --resume, or raise the limit"
+        )
+    say(f"warning: step {step}: {text}")
+
+
+def compared_groups(config: TrainConfig, trajectories: Sequence[Trajectory]) -> list[int]:
+    """Return the group that each response is compared with: one group if there is a critic."""
+    is_one = config.algorithm.resolved.needs_critic
+    return [0 if is_one else t.group_id for t in trajectories]
+
+
+def missing_signal(
+    config: TrainConfig,
+    trajectories: Sequence[Trajectory],
+    group_ids: Sequence[int],
+    used: np.ndarray,
+) -> str | None:
+    """Return why a step's rewards teach nothing, with the remedy; None if they do.
+
+    `group_ids` are of `compared_groups`; `used` marks the responses trained on.
+    """
+    algorithm, scored = config.algorithm, [t for t in trajectories if t.reward is not None]
+    if not trajectories:
+        return None  # all groups continue in the next step
+    if not scored:
+        return (
+            "no response has a reward: every function of Reward.functions failed or returned None "
+            "(does the data have answers?)"
+        )
+    rewards = [t.reward if use else None for t, use in zip(trajectories, used, strict=True)]
+    differ = informative_groups(rewards, group_ids)
+    masked = [algorithm.mask_truncated and t.truncated for t in trajectories]
+    triples = zip(rewards, group_ids, masked, strict=True)
+    if any(r is not None and group in differ and not mask for r, group, mask in triples):
+        return None
+    if all(t.truncated for t in scored):
+        return (
+            "all responses are cut off at Sampling.max_new_tokens: raise it, or prompt for shorter "
+            "answers"
+        )
+    if differ:
+        return "all responses whose rewards differ are cut off, and Algorithm.mask_truncated is on"
+    values = {t.reward for t in scored}
+    text = f"all rewards are {values.pop():g}" if len(values) == 1 else "no group's rewards differ"
+    if algorithm.resolved.max_extra_phases is not None:
+        text = f"no group is left to train on, since {text}"
+    return (
+        f"{text}: look at samples.jsonl; does Reward.extract find the answers, are the questions "
+        "too easy or too hard?"
+    )
+
+
+class LearningWatch:
+    """Counts the last steps in a row that taught nothing, or whose rewards failed in part."""
+
+    def __init__(self, config: TrainConfig, say: Callable[[str], None]) -> None:
+        self._config, self._say = config, say
+        self._num_failing = self._num_idle = self._num_steps = 0
+        self._reason = ""
+
+    def after(self, step: int, row: Mapping[str, Any], missing: str | None) -> None:
+        """Count a step by its metrics and its `missing_signal`. Raises NotLearning at a limit."""
+        self._num_steps += 1
+        is_failing = row["rewards/failures"] > FEW * row["completions/count"]
+        self._num_failing = self._num_failing + 1 if is_failing else 0
+        self._num_idle = 0 if missing is None else self._num_idle + 1
+        self._reason = missing or ""
+        run, limit = self._config.run, self._config.reward.max_failing_steps
+        if self._num_failing == limit:
+            raise NotLearning(
+                f"step {step}: rewards have failed in each of the last {limit} steps "
+                "(Reward.max_failing_steps): correct the reward and go on with --resume"
+            )
+        text = f"{self._num_idle} steps in a row have taught the policy nothing: {missing}"
+        if self._num_idle == run.no_update_limit_steps:
+            raise NotLearning(f"step {step}: {text} (Run.no_update_limit_steps)")
+        if self._num_idle == run.no_update_warning_steps:
+            self._say(f"warning: step {step}: {text}")
+
+    def end(self) -> None:
+        """Warn if no step of this launch taught the policy anything."""
+        if self._num_steps and self._num_idle == self._num_steps:
+            self._say(f"warning: no step has taught the policy anything: {self._reason}")

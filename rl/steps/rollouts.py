@@ -1,0 +1,455 @@
+"""The responses of a step: prompts → rollouts and rewards, in `Sched.mode` `sync` and `ahead`.
+
+    sync    answer step s with v(s − 1)
+    ahead   recall the prefetched tokens of s → answer step s with v(s − 1), these tokens as drafts
+            plan step s + 1 → prefetched with v(s − 1) by idle workers, also during the update
+
+The responses are the same. `rl.steps.pipeline` answers a step with v(s − 2). Dynamic sampling drops
+groups whose rewards are all equal, and generates others in further passes of the step. Everything
+is a function of (configuration, data cursor, step, state), so checkpoints keep the cursor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from reprise.models.transformer import Params
+from reprise.rl.assembly.system import System
+from reprise.rl.data.prompts import MAX_PASSED_OVER, UnreadableExample, prompts_for_step
+from reprise.rl.data.tasks import Example
+from reprise.rl.engine.engine import OnRound, RolloutEngine
+from reprise.rl.engine.rollout_spec import DrafterFactory, RolloutSpec
+from reprise.rl.engine.stats import EngineStats, joined
+from reprise.rl.exchange.responses import Responses, Scorer, scored_rewards
+from reprise.rl.learner.advantages import informative_groups
+from reprise.rl.learner.optimizer import TrainState
+from reprise.rl.metrics.writer import Timings
+from reprise.rl.records.trajectory import NonFiniteLogits, Prompt, Request, Trajectory
+from reprise.rl.rewards.scores import Score
+from reprise.rl.workers.ahead_engine import AheadEngine, ComingStep, Prefetched
+from reprise.spec.reuse.prefix_rule import PrefixRule
+from reprise.spec.reuse.rollout_cache import RolloutCache
+
+NO_PREFETCH = Prefetched()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prompts:
+    """Consecutive prompts of the data order: examples, their tokens, their numbers in the data.
+
+    `end` is the position after the last one; prompts that are too long were passed over.
+    """
+
+    examples: tuple[Example, ...] = ()
+    tokens: tuple[Prompt, ...] = ()
+    numbers: tuple[int, ...] = ()
+    end: int = 0
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __add__(self, more: Prompts) -> Prompts:
+        return Prompts(
+            self.examples + more.examples,
+            self.tokens + more.tokens,
+            self.numbers + more.numbers,
+            more.end,
+        )
+
+    def take(self, indices: Sequence[int]) -> Prompts:
+        return Prompts(
+            tuple(self.examples[i] for i in indices),
+            tuple(self.tokens[i] for i in indices),
+            tuple(self.numbers[i] for i in indices),
+            self.end,
+        )
+
+    @property
+    def keys(self) -> list[str]:
+        return [example.example_id for example in self.examples]
+
+
+def prompts_at(system: System, cursor: int, count: int) -> Prompts:
+    """Return the next `count` prompts from position `cursor` of the data order on.
+
+    Those of more than `Rollout.max_prompt_tokens` are passed over; only data too large to be
+    checked before the run has any. Raises UnreadableExample.
+    """
+    try:
+        return _prompts_at(system, cursor, count)
+    except (ValueError, OSError) as error:
+        raise UnreadableExample(str(error)) from error
+
+
+def _prompts_at(system: System, cursor: int, count: int) -> Prompts:
+    inputs, limit = system.inputs, system.config.rollout.max_prompt_tokens
+    prompts, passed_over = Prompts(end=cursor), 0
+    while (missing := count - len(prompts)) > 0:
+        examples = prompts_for_step(inputs.task, system.order, prompts.end, missing)
+        tokens = tuple(inputs.encode(example, system.config.task) for example in examples)
+        numbers = tuple(system.order.indices(prompts.end, missing).tolist())
+        end = prompts.end + missing
+        fits = [i for i, ids in enumerate(tokens) if len(ids) <= limit]
+        prompts += Prompts(examples, tokens, numbers, end).take(fits)
+        passed_over = 0 if fits else passed_over + missing
+        if passed_over >= MAX_PASSED_OVER:
+            raise ValueError(
+                f"{passed_over} prompts in a row, up to {examples[-1].example_id}, are longer than "
+                f"Rollout.max_prompt_tokens={limit}: raise the limit"
+            )
+    return prompts
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rollouts:
+    """The scored responses of a step, in the order of the samples.
+
+    Group g answers `prompts.examples[g]`. `used_groups` are trained on: all of them without
+    dynamic sampling. `cursor` is the position of the data order after the step's prompts.
+    """
+
+    trajectories: list[Trajectory]
+    scores: list[Score]
+    completions: list[str]
+    stats: EngineStats
+    prompts: Prompts
+    used_groups: frozenset[int]
+    metrics: dict[str, float]
+    cursor: int
+
+    @property
+    def used(self) -> np.ndarray:
+        """Return which trajectories are trained on; bool [n]."""
+        return np.array([t.group_id in self.used_groups for t in self.trajectories], bool)
+
+
+class StepRollouts:
+    """Returns the responses of a step; with an `ahead` engine idle workers prefetch the next one.
+
+    A checkpoint holds no prefetched tokens: a resumed run prefetches them again.
+    """
+
+    def __init__(self, ahead: AheadEngine | None = None) -> None:
+        self._ahead = ahead
+        self._planned = 0  # the data order's expected position at the prefetched step
+        self._num_dropped = 0  # requests prefetched in vain since the last step
+
+    def __call__(
+        self, system: System, params: Params, cursor: int, step: int, timings: Timings
+    ) -> Rollouts:
+        """Return the responses of `step`, whose first prompt is at `cursor`."""
+        engine = self._ahead
+        if engine is None:
+            return generate(system, params, cursor, step, timings)
+        with timings.section("recall"):
+            prefetched = engine.recall(system.leave_if_stopped)
+        size = system.config.rollout.prompts_per_step
+        self._plan(engine, system, prompts_at(system, cursor, size).end, step + 1)
+        rollouts = generate(system, params, cursor, step, timings, prefetched)
+        rollouts.metrics.update(
+            prefetch_metrics(prefetched, rollouts.trajectories, self._num_dropped)
+        )
+        self._num_dropped = 0
+        if rollouts.cursor != self._planned and step < system.config.run.steps:
+            # dynamic sampling has used the prompts that were prefetched for the next step
+            self._num_dropped = len(engine.recall(system.leave_if_stopped).tokens)
+            self._plan(engine, system, rollouts.cursor, step + 1)
+            engine.begin()
+        return rollouts
+
+    def stale_params(self, state: TrainState, step: int) -> None:
+        """None: older weights answer no step."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def _plan(self, engine: AheadEngine, system: System, cursor: int, step: int) -> None:
+        """Plan the step whose first prompt is at `cursor`; none follows the last step."""
+        self._planned = cursor
+        if step <= system.config.run.steps:
+            engine.plan(coming_step(system, cursor, step))
+
+
+def generate(
+    system: System,
+    params: Params,
+    cursor: int,
+    step: int,
+    timings: Timings,
+    prefetched: Prefetched = NO_PREFETCH,
+) -> Rollouts:
+    """Return the responses of the step whose first prompt is at `cursor` of the data order.
+
+    With dynamic sampling further passes sample new prompts (`groups_to_ask`) until no group is
+    missing or `max_extra_phases` are done. Rewards decide before any length or KL penalty. Surplus
+    groups are trained on in this step: in the next one their policy would be an update old.
+    """
+    wanted = system.config.rollout.prompts_per_step
+    extra = system.config.algorithm.resolved.max_extra_phases
+    prompts, passes = Prompts(end=cursor), list[Responses]()
+    weights = system.weights(params)
+    num_groups, used = wanted, frozenset(range(wanted))
+    while num_groups and len(passes) <= (extra or 0):
+        new = prompts_at(system, prompts.end, num_groups)
+        passes.append(_sample(system, weights, prompts, new, step, timings, prefetched))
+        prompts += new
+        num_groups = 0
+        if extra is not None:
+            used = frozenset(_informative(passes))
+            num_groups = groups_to_ask(wanted, len(prompts), len(used))
+    trajectories = [t for p in passes for t in p.trajectories]
+    stats = joined([p.stats for p in passes])
+    metrics = system.reuse.metrics(stats, sum(t.num_tokens for t in trajectories), step)
+    coming = prompts.end if step < system.config.run.steps else None
+    metrics |= remember(system, prompts.keys, trajectories, step, system.cache)
+    metrics |= prepare(system, coming)
+    metrics |= left_out(system, prompts.end - cursor - len(prompts))
+    if system.drafting is not None:
+        metrics |= system.drafting.metrics()
+        newest = max((part.version for part in stats.parts), default=0)
+        stats.parts = [*stats.parts, *system.drafting.parts(newest)]
+    if extra is not None:
+        metrics |= sampling_metrics(len(passes), len(prompts), len(used))
+    scores = [s for p in passes for s in p.scores]
+    texts = [text for p in passes for text in p.texts]
+    return Rollouts(trajectories, scores, texts, stats, prompts, used, metrics, prompts.end)
+
+
+def _informative(passes: Sequence[Responses]) -> set[int]:
+    """Return the groups so far whose rewards are not all equal, failed ones left out."""
+    rewards = [r for p in passes for r in scored_rewards(p.trajectories, p.scores)]
+    return informative_groups(rewards, [t.group_id for p in passes for t in p.trajectories])
+
+
+def groups_to_ask(wanted: int, generated: int, used: int) -> int:
+    """Return how many groups the next pass generates: missing / (share used so far), 0 if none.
+
+    At most `wanted`, as in the first pass, which bounds a step to 1 + max_extra_phases times that.
+    """
+    missing = max(0, wanted - used)
+    return min(wanted, -(-missing * generated // max(used, 1)))
+
+
+def sampling_metrics(passes: int, groups: int, used: int) -> dict[str, float]:
+    """Return the metrics of dynamic sampling."""
+    return {
+        "dynamic_sampling/phases": float(passes),
+        "dynamic_sampling/generated_groups": float(groups),
+        "dynamic_sampling/used_groups": float(used),
+    }
+
+
+def _sample(
+    system: System,
+    weights: Params,
+    before: Prompts,
+    new: Prompts,
+    step: int,
+    timings: Timings,
+    prefetched: Prefetched,
+) -> Responses:
+    """Return the responses of `weights` to `new`; each is sent to be scored as it ends.
+
+    `before` are the prompts of the step's earlier passes: groups and noise are numbered as if all
+    were one pass.
+    """
+    config, first, drafter = system.config, len(before), system.drafter
+    system.speculation.settle()  # the cache has one reader at a time
+    every = prefetched.resumed(requests_of(system, new, step, before.keys))
+    requests = [r for r in every if system.partition.answers(r.group_id)]
+    drafts = system.speculation.drafter_factory(
+        *(new.keys, new.tokens, own_drafts(requests)),
+        group_size=config.rollout.group_size,
+        answers=system.partition.answers,
+    )
+    scorer = system.scorer(config.rollout.group_size)
+    scorer.examples.update(enumerate(new.examples))
+
+    def watch(finished: int, tokens: int) -> None:
+        system.show.rollout(finished, len(requests), tokens)
+        system.leave_rollout_if_stopped()
+
+    name = f"step {step}, from prompt {first} on" if first else f"step {step}"
+    key = system.engine.do(partial(system.reuse.key, step))
+    if drafter is not None:
+        drafter.began(weights, step)
+
+    def answer() -> Responses:
+        with timings.section("rollout"):
+            rule = system.reuse.rule(step)
+            spec = spec_of(system, weights, key, step, drafts, rule, version=step - 1)
+            done, stats = run(system.engine, spec, requests, scorer, watch, name)
+        if drafter is not None:
+            with timings.section("drafter"):
+                drafter.after_rollout(system.engine, weights)
+        with timings.section("reward"):  # the rest of it after the last response
+            return scorer.responses(done, stats)
+
+    result = system.partition.exchange(name, every, answer, system.is_stop_requested)
+    moved = [dataclasses.replace(t, group_id=t.group_id + first) for t in result.trajectories]
+    return dataclasses.replace(result, trajectories=moved)
+
+
+def spec_of(
+    system: System,
+    weights: Params,
+    key: jax.Array,
+    step: int,
+    drafts: DrafterFactory,
+    rule: PrefixRule | None,
+    *,
+    version: int,
+) -> RolloutSpec:
+    """Return the settings that all requests of a rollout share."""
+    return RolloutSpec(
+        weights,
+        system.config.sampling,
+        key,
+        system.inputs.model.eos_token_ids,
+        policy_version=version,
+        drafts=drafts,
+        rule=rule,
+        sink=None if system.drafter is None else system.drafter.sink(step),
+        words=system.inputs.token_bytes_for(system.config.sampling),
+        times=system.speculation.times_now,
+    )
+
+
+def requests_of(
+    system: System, new: Prompts, step: int, before: Sequence[str] = ()
+) -> list[Request]:
+    """Return the requests of a step to new prompts; `before` are the keys of its earlier passes.
+
+    First samples come first, so that siblings that start later have text to draft from.
+    """
+    config = system.config
+    return system.reuse.requests(
+        *(new.keys, new.tokens, new.numbers, config.rollout.group_size),
+        step=step,
+        before=before,
+        samplings=[config.sampling.of(example.task) for example in new.examples],
+    )
+
+
+def own_drafts(requests: Sequence[Request]) -> dict[int, np.ndarray]:
+    """Return the text that each request drafts from: prefetched, or last epoch's response."""
+    last = {r.request_id: r.cached.tokens for r in requests if r.cached is not None}
+    return last | {r.request_id: np.array(r.begun, np.int32) for r in requests if r.begun}
+
+
+def run(
+    engine: RolloutEngine,
+    spec: RolloutSpec,
+    requests: Sequence[Request],
+    scorer: Scorer,
+    on_round: OnRound | None,
+    what: str,
+) -> tuple[list[Trajectory], EngineStats]:
+    """Return the responses to a process's requests, which may be none, and the engine's counts.
+
+    `what` names the rollout in an error.
+    """
+    if not requests:
+        return [], EngineStats()
+    try:
+        return engine.run(spec, requests, on_finish=scorer, on_round=on_round), engine.stats
+    except NonFiniteLogits as error:
+        raise NonFiniteLogits(f"{what}: {error}") from None
+
+
+def remember(
+    system: System,
+    keys: Sequence[str],
+    trajectories: Sequence[Trajectory],
+    step: int,
+    cache: RolloutCache,
+) -> dict[str, float]:
+    """Keep a step's responses for the next epoch in `cache`, if anything needs them."""
+    if not system.speculation.keeps_history and not system.reuse.mode.repeats:
+        return {}
+    return system.reuse.remember(keys, trajectories, step, cache)
+
+
+def prepare(system: System, coming: int | None, first_group: int = 0) -> dict[str, float]:
+    """Start to index the history of a step to come; return metrics of the drafters.
+
+    Its first prompt is at `coming` of the data order, and its first group is `first_group`.
+    """
+    speculation = system.speculation
+    metrics = speculation.history_metrics() | speculation.bandit_metrics()
+    for problem in [*system.cache.new_problems(), *system.reuse.new_problems()]:
+        system.show.message(f"warning: {problem}")
+    if speculation.keeps_history and coming is not None:
+        prompts = prompts_at(system, coming, system.config.rollout.prompts_per_step)
+        pairs = enumerate(zip(prompts.keys, prompts.tokens, strict=True), first_group)
+        own = {key: ids for group, (key, ids) in pairs if system.partition.answers(group)}
+        speculation.prepare(own)
+    return metrics if system.drafter is None else metrics | system.drafter.metrics()
+
+
+def left_out(system: System, prompts: int) -> dict[str, float]:
+    """Return the metric of the prompts that a step passed over, if any may be."""
+    return {"rollout/left_out_prompts": float(prompts)} if system.inputs.left_out is None else {}
+
+
+def coming_step(system: System, cursor: int, step: int) -> ComingStep:
+    """Return the step whose first prompt is at `cursor`, as this process may prefetch it.
+
+    Its drafts are the step's without the prompts' history, which is not indexed yet.
+    """
+    config, answers = system.config, system.partition.answers
+    system.speculation.settle()  # the cache has one reader at a time
+    prompts = prompts_at(system, cursor, config.rollout.prompts_per_step)
+    requests = [r for r in requests_of(system, prompts, step) if answers(r.group_id)]
+    drafts = system.speculation.drafter_factory(
+        *(prompts.keys, prompts.tokens, own_drafts(requests)),
+        group_size=config.rollout.group_size,
+        answers=answers,
+        index=system.speculation.no_history,
+    )
+    lengths = _past_lengths(system, prompts.keys) if system.speculation.keeps_history else {}
+    key = system.engine.do(partial(system.reuse.key, step))
+    return ComingStep(requests, key, drafts, system.reuse.rule(step), lengths)
+
+
+def _past_lengths(system: System, keys: Sequence[str]) -> dict[int, tuple[int, ...]]:
+    """Return the lengths of last epoch's responses, by group, of the prompts that have any."""
+    cached = {group: system.cache.get(key) for group, key in enumerate(keys)}
+    return {
+        group: tuple(len(r.tokens) for r in result.responses)
+        for group, result in cached.items()
+        if result is not None
+    }
+
+
+def prefetch_metrics(
+    prefetched: Prefetched, trajectories: Sequence[Trajectory], dropped: int = 0
+) -> dict[str, float]:
+    """Return how many prefetched tokens the responses start with, up to the first difference."""
+    drawn = {t.request_id: t.response_ids for t in trajectories}
+    used = {i: tokens for i, tokens in prefetched.tokens.items() if i in drawn}
+    agreed = {i: agreeing(np.array(tokens), drawn[i]) for i, tokens in used.items()}
+    num_tokens = sum(map(len, used.values()))
+    total = sum(len(ids) for ids in drawn.values())
+    return {
+        "ahead/begun_requests": float(len(used)),
+        "ahead/begun_tokens": float(num_tokens),
+        "ahead/begun_fraction": num_tokens / max(total, 1),
+        "ahead/kept_tokens": float(sum(agreed.values())),
+        "ahead/kept_fraction": sum(agreed.values()) / max(num_tokens, 1),
+        "ahead/kept_whole": float(sum(n == len(used[i]) for i, n in agreed.items())),
+        "ahead/dropped_requests": float(dropped + len(prefetched.tokens) - len(used)),
+    }
+
+
+def agreeing(prefetched: np.ndarray, drawn: np.ndarray) -> int:
+    """Return how many tokens are the same, up to the first difference."""
+    n = min(len(prefetched), len(drawn))
+    (differ,) = np.nonzero(prefetched[:n] != drawn[:n])
+    return int(differ[0]) if len(differ) else n

@@ -1,0 +1,140 @@
+"""The number of large programs that a run compiles before its first step."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+from live_by_hand import live_slots
+
+from reprise.models.config import ModelConfig
+from reprise.rl.assembly import setup
+from reprise.rl.assembly.first_programs import drafted_alone, num_whole_model
+from reprise.rl.commands import serve
+from reprise.rl.engine.config import EngineConfig
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.model_runner import ModelRunner
+from reprise.rl.gin.loader import load
+from reprise.rl.settings.config import TrainConfig
+from reprise.rl.settings.inputs import open_policy
+from reprise.rl.warm_up import compile_buckets
+from reprise.rl.warm_up.rollout_programs import Reach
+from reprise.spec.budget.budget import FixedBudget, best_trees, equal_trees
+from reprise.spec.config import SamplingConfig
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+DEFAULT = CONFIGS / "tiny_cpu.gin"
+MOST = {"tiny_cpu": 6, "epochs_tiny": 12, "ahead_tiny": 16, "countdown_cpu": 13}  # of rollouts
+MOST_OF_SERVER = 20
+MOST_LONG = 60  # of 256 slots and 18k positions, with the engine's defaults
+
+
+def count(*overrides, name="tiny_cpu"):
+    config = load(TrainConfig, [CONFIGS / f"{name}.gin"], overrides)
+    model = open_policy(load(TrainConfig, [DEFAULT]).policy.directory)[1]
+    return num_whole_model(config, model, is_cpu=True)
+
+
+def test_the_default_run_drafts_and_compiles_few_programs_of_the_whole_policy():
+    assert load(TrainConfig, [DEFAULT]).speculation.enabled
+    assert count("Speculation.budget='off'") < count()
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_shipped_runs_compile_few_programs_on_cpus(name):
+    assert count(name=name) <= MOST[name]
+    # a size of slots more, or positions in sizes, and the count knows
+    assert count("Engine.min_slots=2", name=name) > MOST[name]
+    assert count("Engine.min_positions=64", name=name) > MOST[name]
+
+
+def test_a_server_on_cpus_compiles_few_programs():
+    """As `rl.serve` and `rl.python.stream` set it up."""
+    config = load(TrainConfig, [DEFAULT], ["Speculation.budget='goodput'"])
+    settings = EngineConfig(cache="rows", max_round_nodes=int(serve.NODES.partition("=")[2]))
+    model = open_policy(config.policy.directory)[1]
+    reach = Reach(settings.max_slots, 256, speculative=True)
+
+    def of(settings):
+        engine = Engine(model, settings)
+        return compile_buckets.num_whole_model(engine, config.sampling, reach)
+
+    assert of(settings) <= MOST_OF_SERVER < of(EngineConfig(cache="rows"))
+
+
+ALONE = "Speculation.sources=('learned',)"
+BOTH = "Speculation.sources=('own', 'learned', 'model')"
+
+
+def shapes(runner, num_slots, decisions):
+    return {runner.draft_options("cdf", num_slots, d)["shape"] for d in decisions}
+
+
+@pytest.mark.parametrize("budget", ["fixed:3", "fixed:40", "goodput", "bandit"])
+def test_rounds_on_the_device_are_compiled_in_the_shapes_that_budgets_ask_for(budget):
+    sources = BOTH if budget == "bandit" else ALONE
+    config = load(TrainConfig, [DEFAULT], [sources, f"Speculation.budget='{budget}'"])
+    runner = ModelRunner(open_policy(config.policy.directory)[1], config.engine)
+    most = config.engine.max_nodes - 1
+    found = drafted_alone(config)
+    assert set(found) == ({"learned", "model"} if budget == "bandit" else {"learned"})
+    for B in (8, 64):
+        sizes = config.engine.node_sizes(B)
+        if budget == "goodput":
+            wanted = [best_trees(m, B, most) for m in sizes]
+        elif budget == "bandit":
+            reached = {8: (15,), 64: ()}  # half full at least, and none beyond 32 requests
+            wanted = [equal_trees(n, sizes, B) for n in reached[B]]
+        else:
+            wanted = [FixedBudget(int(budget[6:])).choose_on_device(live_slots(2), most, sizes, B)]
+        assert shapes(runner, B, found["learned"](B)) == shapes(runner, B, wanted)
+
+
+@pytest.mark.parametrize(("sources", "budget"), [(BOTH, "fixed:3"), (ALONE, "aimd"), (BOTH, "off")])
+def test_where_the_host_sees_all_drafts_no_such_rounds_are_compiled(sources, budget):
+    assert not drafted_alone(
+        load(TrainConfig, [DEFAULT], [sources, f"Speculation.budget='{budget}'"])
+    )
+
+
+@pytest.mark.parametrize("num_slots", [64, 256])
+@pytest.mark.parametrize("new_tokens", [1024, 16_384])
+def test_many_slots_and_long_responses_compile_few_programs(num_slots, new_tokens):
+    model = ModelConfig("qwen3", 512, 64, 2, 4, 2, 16, 128, qk_norm=True, max_positions=20_000)
+    reach = Reach(2048, 2048, speculative=True)
+    sampling = SamplingConfig(max_new_tokens=new_tokens)
+    engine = Engine(model, EngineConfig(slots=num_slots))
+    assert compile_buckets.num_whole_model(engine, sampling, reach) <= MOST_LONG
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ((), [0, 1, 2, 3, 4, 5]),
+        (("Sched.mode='pipeline'",), [0, 1, 3, 4]),
+        (("Sched.mode='pipeline'", "Mesh.data=2"), [0, 3]),
+        (("Sched.mode='pipeline'", "Sched.workers=3"), [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_the_mesh_has_the_trainers_devices_of_all_processes(monkeypatch, settings, wanted):
+    """Of two processes with three devices each; workers have the last ones of each."""
+    there = [SimpleNamespace(process_index=i // 3, id=i) for i in range(6)]
+    monkeypatch.setattr(setup.devices, "found", lambda: there)
+    monkeypatch.setattr(setup, "make_mesh", lambda config, chosen: chosen)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    config = load(TrainConfig, [DEFAULT], ["Cluster.kind='spmd'", "Mesh.data=-1", *settings])
+    assert [device.id for device in setup.run_mesh(config)] == wanted
+
+
+def test_other_bits_are_named_or_refused():
+    def check(model, *overrides):
+        return setup.check_bits(load(TrainConfig, [DEFAULT], overrides), model, None)
+
+    [model] = open_policy(load(TrainConfig, [DEFAULT]).policy.directory)[1:2]
+    odd = dataclasses.replace(model, d_ff=100)
+    assert check(model) is None and check(model, "Numerics.same_bits=True") is None
+    assert "exact up to rounding: expected a d_ff that 16 divides" in check(odd)
+    assert check(odd, "Numerics.same_bits=False") is None
+    with pytest.raises(ValueError, match=r"Numerics\.same_bits=True: expected a d_ff"):
+        check(odd, "Numerics.same_bits=True")

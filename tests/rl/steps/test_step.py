@@ -1,0 +1,38 @@
+"""A step's rewards on their way to advantages."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from trajectories import trajectory
+
+from reprise.rl.learner import trainer
+from reprise.rl.learner.algorithms import AlgorithmConfig
+from reprise.rl.steps import step as run_step
+
+
+def system(**algorithm):
+    config = SimpleNamespace(algorithm=AlgorithmConfig(**algorithm))
+    return SimpleNamespace(config=config, learner=None, leave_update_if_stopped=print)
+
+
+def test_the_kl_penalty_is_the_sum_over_a_response(monkeypatch):
+    some = [trajectory(0, [1], [2, 3], reward=1.0), trajectory(1, [1], [2], reward=None)]
+    kl = [np.array([0.5, -0.25], np.float32), np.array([1.0], np.float32)]
+    monkeypatch.setattr(trainer, "token_kl", lambda *args: kl)
+    rloo = system(name="rloo", kl_coefficient=0.5, kl_in_reward=True)
+    penalised, metrics = run_step._subtract_kl(rloo, some)
+    assert [t.reward for t in penalised] == [1.0 - 0.5 * 0.25, None]
+    assert metrics["kl"] == pytest.approx(1.25 / 3)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [{"kl_coefficient": 0.5}, {"name": "ppo", "kl_coefficient": 0.5, "kl_in_reward": True}],
+)
+def test_a_kl_in_the_loss_or_in_the_critics_targets_is_in_no_reward(algorithm):
+    some = [trajectory(0, [1], [2, 3], reward=1.0)]
+    penalised, metrics = run_step._subtract_kl(system(**algorithm), some)
+    assert penalised[0].reward == 1.0 and metrics == {}
