@@ -71,7 +71,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         },
         "assembly": {
             *("checkpoint", "cluster", "data", "drafter_training", "drafting", "engine"),
-            *("exchange", "learner", "ray_workers", "rewards", "settings", "speculation"),
+            *("exchange", "learner", "metrics", "ray_workers", "rewards", "settings"),
+            *("speculation",),
             *("warm_up", "workers"),
         },
         "export": {

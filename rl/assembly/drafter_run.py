@@ -16,6 +16,7 @@ import numpy as np
 from reprise.models.config import ModelConfig
 from reprise.models.folder import Folder
 from reprise.models.transformer import Params
+from reprise.rl.assembly.listeners import StepListener
 from reprise.rl.checkpoint.checkpointer import Checkpointer
 from reprise.rl.checkpoint.config import CheckpointConfig
 from reprise.rl.checkpoint.reader import NoWholeCheckpointError
@@ -24,7 +25,10 @@ from reprise.rl.drafter_training.config import DrafterConfig, shape_of
 from reprise.rl.drafter_training.spot_trainer import SpotTrainer
 from reprise.rl.drafter_training.trainer import BufferSink, DrafterTrainer, TrainContext
 from reprise.rl.engine.engine import Engine, RolloutEngine
+from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.engine.stats import EngineStats
 from reprise.rl.exchange.responses import WHOLE, Partition
+from reprise.rl.metrics.writer import Timings
 from reprise.rl.runtime.run_files import DRAFTER
 from reprise.rl.runtime.waits import Deadline
 from reprise.rl.settings.config import TrainConfig
@@ -80,7 +84,7 @@ def frequent_tokens(
     return np.sort(np.argsort(-counts_V, kind="stable")[:size]).astype(np.int32)
 
 
-class DrafterRun:
+class DrafterRun(StepListener):
     """Training of a run's drafter, step by step. Made by `open_run`.
 
     If workers are other programs, `trainer_engine` is an engine on the trainer's devices (of
@@ -116,14 +120,16 @@ class DrafterRun:
         )
         return BufferSink(buffer, step, RequestSample(config.run.seed, step, share))
 
-    def began(self, params: Params, step: int) -> None:
-        """Note that a rollout of a step starts with these weights; a step may have several."""
+    def before_rollout(self, spec: RolloutSpec, step: int) -> RolloutSpec:
+        """Prepare to train on a rollout of a step, which may have several; add the sink."""
         if step != self._rl_step:
-            self._rl_step, self._first_step = step, self.trainer.step
+            self._rl_step = step
+            self._first_step = self.trainer.step
         if self.spot is None:
             self.trainer.begin(step)
         else:
-            self.spot.prepare(params, step)
+            self.spot.prepare(spec.params, step)
+        return dataclasses.replace(spec, sink=self.sink(step))
 
     @property
     def learned(self) -> LearnedDrafter:
@@ -139,18 +145,20 @@ class DrafterRun:
         """True if it trained since the step's rollouts started; spot training has no step."""
         return self.spot is None and self.trainer.step != self._first_step
 
-    def after_rollout(self, engine: RolloutEngine, weights: Params) -> None:
+    def after_rollout(self, engine: RolloutEngine, weights: Params, timings: Timings) -> None:
         """Train `steps_after_rollout` steps, and publish the weights for the next rollout."""
-        if not self.trains:
-            return
-        steps, trainer = self._config.drafter.steps_after_rollout, self.trainer
-        if steps:
-            do_at(
-                engine,
-                self.trainer_engine or engine.engines[0],
-                lambda e: trainer.run_steps(steps, trainer.context(e, e.place(weights))),
-            )
-        trainer.publish()
+        with timings.section("drafter"):
+            if not self.trains:
+                return
+            trainer = self.trainer
+            steps = self._config.drafter.steps_after_rollout
+            if steps:
+                do_at(
+                    engine,
+                    self.trainer_engine or engine.engines[0],
+                    lambda e: trainer.run_steps(steps, trainer.context(e, e.place(weights))),
+                )
+            trainer.publish()
 
     def warm_up(self, engine: RolloutEngine, weights: Params) -> None:
         """Compile the training programs on every worker that may train."""
@@ -170,8 +178,8 @@ class DrafterRun:
         """Remove all entries since `mark`."""
         self.trainer.buffer.undo()
 
-    def metrics(self) -> dict[str, float]:
-        """Return means over the steps since the last call, and the buffer's size."""
+    def metrics(self, stats: EngineStats) -> dict[str, float]:
+        """Return means over the drafter's steps since the last call, and the buffer's size."""
         rows, buffer = self.trainer.take_history(), self.trainer.buffer
         means = {
             f"drafter/{name}": float(np.mean([row[name] for row in rows]))
@@ -303,15 +311,6 @@ class DrafterStub:
         self.learned, self.template = learned, template
         self.waits_for_training = waits_for_training
 
-    def sink(self, step: int) -> None:
-        """No response is generated here."""
-
-    def began(self, params: Params, step: int) -> None:
-        """Nothing drafts here."""
-
-    def after_rollout(self, engine: RolloutEngine, weights: Params) -> None:
-        """Process 0 trains."""
-
     def warm_up(self, engine: RolloutEngine, weights: Params) -> None:
         """Nothing is compiled."""
 
@@ -320,9 +319,6 @@ class DrafterStub:
 
     def undo(self) -> None:
         """Nothing was caught."""
-
-    def metrics(self) -> dict[str, float]:
-        return {}
 
     def saved(self) -> tuple[DrafterState, dict[str, Any]]:
         """Return arrays that only process 0's have a value of, and no state."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import numpy as np
 
 from reprise.models.config import ModelConfig
+from reprise.rl.assembly.listeners import StepListener
 from reprise.rl.cluster.actors import Actor, ActorSettings, Starts
 from reprise.rl.cluster.join import DRAFT_MODEL
 from reprise.rl.drafting.config import methods_of
@@ -22,6 +22,7 @@ from reprise.rl.drafting.workers import (
     DraftingWorkers,
 )
 from reprise.rl.engine.engine import RolloutEngine
+from reprise.rl.engine.stats import EngineStats
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.speculation.sources import Speculation
 from reprise.rl.workers.multi_engine import Helpers, MultiEngine
@@ -74,12 +75,28 @@ def take_workers(
     return drafting
 
 
+class DraftingListener(StepListener):
+    """Reports what drafting workers did in a step."""
+
+    def __init__(self, workers: DraftingWorkers) -> None:
+        self._workers = workers
+
+    def metrics(self, stats: EngineStats) -> dict[str, float]:
+        newest = max((part.version for part in stats.parts), default=0)
+        stats.parts = [*stats.parts, *self._workers.parts(newest)]
+        return self._workers.metrics()
+
+
 def have_idle_help(engine: MultiEngine, speculation: Speculation, planner: Planner) -> None:
     """Have idle workers answer others' last requests again, if the planner agrees."""
     settings = planner.config
     speculation.methods_of_copies = settings.methods
-    size = len(settings.methods), settings.requests_per_helper
-    engine.helpers = Helpers(*size, planner.worth, lambda: planner.observed.acceptance())
+    engine.helpers = Helpers(
+        num_methods=len(settings.methods),
+        requests_each=settings.requests_per_helper,
+        worth=planner.worth,
+        acceptance=lambda: planner.observed.acceptance(),
+    )
 
 
 @contextlib.contextmanager
@@ -116,12 +133,12 @@ def drafting_actors(
     planner.drafting_workers = config.drafting.workers
     count = config.drafting.workers * config.sched.devices_per_worker
     settings = DraftingSettings(
-        policy,
-        config.engine,
-        np.dtype(dtype).name,
-        dataclasses.replace(config.draft_model, directory=str(folder)),
-        config.drafting,
-        planner.max_window,
+        policy=policy,
+        engine=config.engine,
+        dtype=np.dtype(dtype).name,
+        model=dataclasses.replace(config.draft_model, directory=str(folder)),
+        drafting=config.drafting,
+        max_window=planner.max_window,
         num_rows=-(-planner.num_requests // min(count, config.num_verifying)),
         longest_tokens=config.longest_tokens,
         sampling=config.sampling,
@@ -130,9 +147,15 @@ def drafting_actors(
     of_actors = ActorSettings(files, deadline_s, 2 * deadline_s, report)
 
     def start(number: int) -> Actor:
-        args = f"drafting worker {number}", "reprise.rl.drafting.workers:DraftingActor", (settings,)
-        options: dict[str, Any] = {"make_s": config.run.compile_limit_s}
-        options["concurrency"] = CONCURRENCY
-        return Actor(*args, of_actors, room, number, **options)
+        return Actor(
+            f"drafting worker {number}",
+            "reprise.rl.drafting.workers:DraftingActor",
+            (settings,),
+            of_actors,
+            room,
+            number,
+            concurrency=CONCURRENCY,
+            make_s=config.run.compile_limit_s,
+        )
 
     return DraftingActors(planner, count, start, hang_limit_s=deadline_s)

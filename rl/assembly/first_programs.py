@@ -132,19 +132,20 @@ def longer_buckets(
     speculation: Speculation,
     reach: Reach,
     watch: Watch,
-    told: Callable[[str, int, int], None],
-    sign: Callable[[], object],
+    *,
+    on_compiled: Callable[[str, int, int], None],
+    check: Callable[[], object],
 ) -> LongerBuckets | None:
     """Return the warm-up in two parts, for one engine without drafters on the device; else None.
 
-    `sign` is called as programs of the second part are compiled, and may raise.
+    `check` is called as programs of the second part are compiled, and may raise.
     """
     if not isinstance(engine, Engine) or speculation.drafters:
         return None
 
     def on_later_progress(done: int, total: int) -> None:
-        told("longer responses", done, total)
-        sign()
+        on_compiled("longer responses", done, total)
+        check()
 
     pool = Pool(engine, engine.place(weights), sampling, reach)
     return LongerBuckets(pool, watch, on_later_progress)
@@ -169,7 +170,8 @@ def warm_up(
     speculation: Speculation,
     reach: Reach,
     kept: Kept,
-    told: OnCompiled,
+    *,
+    on_compiled: OnCompiled,
     training: Sequence[Any],
     longer: LongerBuckets | None,
 ) -> None:
@@ -178,26 +180,27 @@ def warm_up(
     Called by `engine.do`. The lowered steps of `training` are compiled first: timing starts
     after compilation.
     """
-    drafters, drafting = dict(speculation.drafters), kept.drafting
+    sampling = config.sampling
+    drafting = kept.drafting
+    drafters = dict(speculation.drafters)
     for source in speculation.apart.keys() - set(speculation.methods_of_copies):
         drafters.pop(source, None)  # other workers draft by it
     reach = dataclasses.replace(reach, drafters=drafters)
     for one in engine.engines:
         placed = one.place(weights)
         if longer is None:
-            compile_buckets.warm_up(one, placed, config.sampling, reach, told, training)
+            compile_buckets.warm_up(one, placed, sampling, reach, on_compiled, training)
         else:
-            longer.warm_up(told, training)
+            longer.warm_up(on_compiled, training)
         training = ()
     # workers are alike: the times of the last one hold for all
     if isinstance(engine, MultiEngine):
         path = kept.folder / MOVES_FILE
-        settings = one, placed, config.sampling, reach, path
-        moves = transfer_times.measure(*settings, processes=kept.processes)
+        moves = transfer_times.measure(one, placed, sampling, reach, path, processes=kept.processes)
         engine.prefer_pool = moves.prefers_copy
     is_priced = reach.speculative or reach.reuse
     if is_priced or config.sched.measures_rounds:
-        path, sampling = kept.folder / ROUNDS_FILE, config.sampling
+        path = kept.folder / ROUNDS_FILE
         max_positions = None if longer is None else longer.max_positions
         timed = reach if is_priced else dataclasses.replace(reach, nodes=_no_nodes)
         beside = [other for other in engine.engines if other is not one]
@@ -222,7 +225,7 @@ def warm_up(
         assert speculation.times is not None
         if drafting is not None:
             costs = MeasuredCosts(times.rounds, moves.seconds)
-            warm_up_drafting(sampling, engine, drafting, speculation, costs, told)
+            warm_up_drafting(sampling, engine, drafting, speculation, costs, on_compiled)
             one = engine.engines[-1]  # the last one may be a drafting worker's now
             placed = one.place(weights)
         compile_buckets.compile_host_kernels(
@@ -246,7 +249,7 @@ def warm_up_drafting(
     drafting: DraftingWorkers,
     speculation: Speculation,
     costs: Costs,
-    told: OnCompiled,
+    on_compiled: OnCompiled,
 ) -> None:
     """Plan the number of drafting workers, unless it is set; compile and time their programs."""
     from reprise.rl.drafting.plans import MeasuredSeconds
@@ -264,7 +267,7 @@ def warm_up_drafting(
         speculation.times = times = times.without_drafts(MODEL)
     draft_s = 0.0
     if drafting.workers:
-        planner.draft_s = drafting.prepare(sampling, told)
+        planner.draft_s = drafting.prepare(sampling, on_compiled)
         draft_s = planner.draft_s[planner.method]
     model_s = drafting.model_seconds()
     planner.seconds = dataclasses.replace(seconds, times=times, draft_s=draft_s, model_s=model_s)
@@ -275,7 +278,8 @@ def warm_up_evaluation(
     inputs: Inputs,
     engine: RolloutEngine,
     weights: Params,
-    told: OnCompiled,
+    *,
+    on_compiled: OnCompiled,
     partition: Partition = WHOLE,
 ) -> None:
     """Compile the programs of evaluations that the engine's rollouts do not need."""
@@ -291,6 +295,6 @@ def warm_up_evaluation(
 
     def compile_here() -> None:
         for one in engine.engines:
-            compile_buckets.warm_up(one, one.place(weights), config.sampling, bounds, told)
+            compile_buckets.warm_up(one, one.place(weights), config.sampling, bounds, on_compiled)
 
     engine.do(compile_here)

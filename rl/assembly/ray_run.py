@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from reprise.rl.assembly.system import System
 from reprise.rl.cluster.actors import Actor, ActorSettings, Handle, Starts
 from reprise.rl.cluster.join import DRAFT_MODEL, POLICY
 from reprise.rl.drafting.plans import MeasuredSeconds, Planner
-from reprise.rl.drafting.workers import DraftingActors
+from reprise.rl.drafting.workers import DraftingActors, DraftingWorkers
 from reprise.rl.engine.engine import Engine, RolloutEngine
 from reprise.rl.learner.optimizer import TrainState
 from reprise.rl.ray_workers.place import (
@@ -50,6 +50,7 @@ from reprise.rl.warm_up.measured_run import MoveTimes, read_moves, read_rounds
 from reprise.rl.warm_up.rollout_programs import Reach
 from reprise.rl.workers.ahead_engine import AheadEngine
 from reprise.rl.workers.multi_engine import MultiEngine
+from reprise.rl.workers.pool import Place
 from reprise.sched.simulator.measured_costs import MeasuredCosts
 from reprise.spec.buckets import buckets
 from reprise.spec.budget.config import MODEL
@@ -78,7 +79,8 @@ class RayWorkers:
         weights: Params,
         folder: Path,
         training: Sequence[Any],
-        told: OnCompiled,
+        *,
+        on_compiled: OnCompiled,
         heartbeat: Callable[[], object],
     ) -> None:
         """Compile and measure on the workers while `training` is compiled here.
@@ -90,7 +92,7 @@ class RayWorkers:
         with ThreadPoolExecutor(1) as thread:
             warming = thread.submit(self._warm_up, weights, bounds, known)
             first = self.engine.engines[0]
-            compile_buckets.compile_programs(first, (), told, training)
+            compile_buckets.compile_programs(first, (), on_compiled, training)
             while not wait([warming], POLL_S).done:
                 heartbeat()  # each call has a deadline
             measured = warming.result()
@@ -157,12 +159,13 @@ def open_workers(
     settings = ActorSettings(files, limit_s, 2 * limit_s, say)
     with contextlib.ExitStack() as stack:
         stack.enter_context(open_ray(cluster.address, num_cpus(config), limit_s))
-        wanted = f"Sched.workers={sched.workers}", 2 * limit_s
-        room = stack.enter_context(reserve(count, *wanted, devices=sched.devices_per_worker))
+        setting, start_s = f"Sched.workers={sched.workers}", 2 * limit_s
+        reserved = reserve(count, setting, start_s, devices=sched.devices_per_worker)
+        room = stack.enter_context(reserved)
         drafting = stack.enter_context(open_actors(config, inputs.model, dtype, say))
         drafts = None
         if "group" in config.speculation.sources:
-            beside = stack.enter_context(reserve(1, *wanted))
+            beside = stack.enter_context(reserve(1, setting, start_s))
             drafts = stack.enter_context(_draft_server(beside, settings))
         shared = Shared(speculation, share, None if drafting is None else drafting.apart)
         workers = [worker_settings(config, inputs.model, dtype, drafter, i) for i in range(count)]
@@ -171,10 +174,15 @@ def open_workers(
             stack.callback(place.actor.close)
         layers = None if drafter is None else drafter.learned.config.feature_layers
         shapes = Engine(inputs.model, config.engine, dtype=dtype, feature_layers=layers)
-        options: dict[str, Any] = {"seed": config.run.seed, "places": places}
-        options["hang_limit_s"] = config.run.hang_limit_s
         kind = AheadEngine if sched.mode == "ahead" else MultiEngine
-        engine = kind([shapes], sched, spot=None if drafter is None else drafter.spot, **options)
+        engine = kind(
+            [shapes],
+            sched,
+            seed=config.run.seed,
+            spot=None if drafter is None else drafter.spot,
+            places=cast(Sequence[Place], places),  # `may_return` is read there, never set
+            hang_limit_s=config.run.hang_limit_s,
+        )
         helping = None
         if config.drafting.helps:
             helping = make_planner(config)
@@ -203,11 +211,18 @@ def _place(
     drafts: Handle | None,
 ) -> RayPlace:
     """Return the place of a worker, whose actor starts."""
-    number, target = worker.number, "reprise.rl.ray_workers.actor:WorkerActor"
-    args = f"worker {number}", target, (worker, drafts), settings, room, number
+    actor = Actor(
+        f"worker {worker.number}",
+        "reprise.rl.ray_workers.actor:WorkerActor",
+        (worker, drafts),
+        settings,
+        room,
+        worker.number,
+        concurrency=1,
+    )
     return RayPlace(
-        number,
-        Actor(*args, concurrency=1),
+        worker.number,
+        actor,
         shared,
         call_limit_s=config.run.hang_limit_s,
         compile_s=config.run.compile_limit_s,
@@ -223,27 +238,34 @@ def worker_settings(
     number: int,
 ) -> WorkerSettings:
     """Return the settings of a worker that verifies."""
-    drafting, draft_model, learned = config.drafting, None, None
+    drafting = config.drafting
+    draft_model = None
     if (folder := config.draft_model_folder) is not None:
         draft_model = dataclasses.replace(config.draft_model, directory=str(folder))
+    learned = None
     if drafter is not None:
-        mine, temperature = drafter.learned, config.sampling.temperature
-        shape = mine.config, mine.tree, config.drafter_training, mine.draft_ids_U
-        learned = LearnedSettings(*shape, temperature)
+        learned = LearnedSettings(
+            config=drafter.learned.config,
+            tree=drafter.learned.tree,
+            training=config.drafter_training,
+            draft_ids_U=drafter.learned.draft_ids_U,
+            temperature=config.sampling.temperature,
+        )
+    helps_by_model = drafting.helps and MODEL in drafting.methods
     return WorkerSettings(
-        number,
-        model,
-        config.engine,
-        np.dtype(dtype).name,
-        config.sched.devices_per_worker,
-        config.speculation,
-        config.tuner,
-        config.run.seed,
-        draft_model,
-        not drafting.drafts_apart or (drafting.helps and MODEL in drafting.methods),
-        drafting.drafts_apart,
-        learned,
-        config.cluster.deadline_s,
+        number=number,
+        model=model,
+        engine=config.engine,
+        dtype=np.dtype(dtype).name,
+        num_devices=config.sched.devices_per_worker,
+        speculation=config.speculation,
+        tuner=config.tuner,
+        seed=config.run.seed,
+        draft_model=draft_model,
+        model_here=not drafting.drafts_apart or helps_by_model,
+        model_apart=drafting.drafts_apart,
+        learned=learned,
+        fetch_s=config.cluster.deadline_s,
     )
 
 
@@ -344,18 +366,27 @@ class RayRunBuilder(RunBuilder):
     def drafting_workers(self, engine: RolloutEngine, speculation: Speculation) -> None:
         """They are actors (`rl.assembly.drafting_run.open_actors`)."""
 
-    def compile(self, system: System, state: TrainState) -> None:
-        super().compile(system, state)
+    def compile(self, system: System, state: TrainState, drafting: DraftingWorkers | None) -> None:
+        super().compile(system, state, drafting)
         read_times(system.speculation, self.folder)  # the workers have measured them
 
     def compile_rollouts(
-        self, system: System, weights: Params, reach: Reach, training: Sequence[Any]
+        self,
+        system: System,
+        weights: Params,
+        reach: Reach,
+        training: Sequence[Any],
+        drafting: DraftingWorkers | None,
     ) -> None:
         assert self.workers is not None
         limits = bounds(self.config, self.inputs, reach, system.drafter)
-        on_compiled = self.on_compiled("training and rollouts")
         self.workers.warm_up(
-            limits, weights, self.folder, training, on_compiled, self.watch.heartbeat
+            limits,
+            weights,
+            self.folder,
+            training,
+            on_compiled=self.on_compiled("training and rollouts"),
+            heartbeat=self.watch.heartbeat,
         )
 
     def compile_evaluation(self, system: System, state: TrainState, weights: Params) -> None:
@@ -385,7 +416,12 @@ class FollowerBuilder(RayRunBuilder):
         return RewardPool(self.config.reward, self._specs)  # not started
 
     def compile_rollouts(
-        self, system: System, weights: Params, reach: Reach, training: Sequence[Any]
+        self,
+        system: System,
+        weights: Params,
+        reach: Reach,
+        training: Sequence[Any],
+        drafting: DraftingWorkers | None,
     ) -> None:
         on_compiled = self.on_compiled("training and rollouts")
         compile_buckets.compile_programs(system.engine.engines[0], (), on_compiled, training)

@@ -22,6 +22,7 @@ from reprise.models.layout import axis_ways
 from reprise.models.sharding import make_mesh, platform_in_use, rollout_mesh
 from reprise.models.transformer import Params
 from reprise.rl.assembly import first_programs
+from reprise.rl.assembly.listeners import StepListener
 from reprise.rl.assembly.system import System
 from reprise.rl.cluster.lockstep import LockstepWatch
 from reprise.rl.cluster.processes import ALONE, Processes
@@ -76,26 +77,39 @@ def build(
     the programs of longer responses after the first step.
     """
     with contextlib.ExitStack() as stack:
-        mesh, partition = run_mesh(config), _partition(config, processes)
+        mesh = run_mesh(config)
+        partition = _partition(config, processes)
         if mesh is not None:
             stack.enter_context(jax.set_mesh(mesh))
-        parts = config, inputs, folder, mesh, show, watch, clock, partition, stack
-        builder = _builder(config, partition)(*parts)
+        builder = _builder(config, partition)(
+            config=config,
+            inputs=inputs,
+            folder=folder,
+            mesh=mesh,
+            show=show,
+            watch=watch,
+            clock=clock,
+            partition=partition,
+            stack=stack,
+        )
         cache = builder.cache
         drafter = builder.drafter() if config.speculation.learns else None
         drafters = builder.device_drafters(drafter)
         speculation = stack.enter_context(
             Speculation(
-                *(config.speculation, cache, drafters, config.tuner),
+                config.speculation,
+                cache,
+                drafters,
+                config.tuner,
                 seed=config.run.seed,
                 deadline=builder.deadline,
             )
         )
-        greedy = config.sampling.temperature == 0
         reuse = Reuse(
-            *(config.reuse, cache),
+            config.reuse,
+            cache,
             seed=config.run.seed,
-            greedy=greedy,
+            greedy=config.sampling.temperature == 0,
             seconds=speculation.seconds,
         )
         learner, state = make_learner(config, inputs, mesh)
@@ -107,11 +121,24 @@ def build(
         evaluates_apart = config.sched.beside_training and inputs.evals.sets
         eval_engine = builder.eval_engine(engine.dtype) if evaluates_apart else None
         system = System(
-            *(config, inputs, learner, engine, eval_engine or engine, cache, speculation, reuse),
-            *(rewards, DataOrder(len(inputs.task), config.run.seed), drafter, None, partition),
-            *(drafting, show, watch),
+            config=config,
+            inputs=inputs,
+            learner=learner,
+            engine=engine,
+            eval_engine=eval_engine or engine,
+            cache=cache,
+            speculation=speculation,
+            reuse=reuse,
+            rewards=rewards,
+            order=DataOrder(len(inputs.task), config.run.seed),
+            drafter=drafter,
+            longer=None,
+            partition=partition,
+            listeners=builder.listeners(drafter, drafting),
+            show=show,
+            watch=watch,
         )
-        longer = builder.compile(system, state)
+        longer = builder.compile(system, state, drafting)
         state = trainer.first_run(state, learner.shape, recipe=learner.recipe, base=learner.base)
         yield dataclasses.replace(system, longer=longer), state
 
@@ -186,9 +213,16 @@ class RunBuilder:
     def _open_drafter(self, trainer_engine: Engine | None = None) -> DrafterRun:
         from reprise.rl.assembly import drafter_run
 
-        start = drafter_run.open_drafter(self.config, self.inputs)
-        places = self.stack, self.clock, self.watch.heartbeat, self.partition, trainer_engine
-        return drafter_run.open_run(self.config, start, self.folder, *places)
+        return drafter_run.open_run(
+            self.config,
+            drafter_run.open_drafter(self.config, self.inputs),
+            self.folder,
+            self.stack,
+            self.clock,
+            heartbeat=self.watch.heartbeat,
+            partition=self.partition,
+            trainer_engine=trainer_engine,
+        )
 
     # -- engines --------------------------------------------------------------------------
 
@@ -261,8 +295,23 @@ class RunBuilder:
             return None
         from reprise.rl.assembly import drafting_run
 
-        places = engine, speculation, self.clock, self.show.message
-        return self.stack.enter_context(drafting_run.take_workers(self.config, *places))
+        workers = drafting_run.take_workers(
+            self.config, engine, speculation, self.clock, report=self.show.message
+        )
+        return self.stack.enter_context(workers)
+
+    def listeners(
+        self, drafter: AnyDrafter | None, drafting: DraftingWorkers | None
+    ) -> tuple[StepListener, ...]:
+        """Return the features of the run that take part in its steps."""
+        found = list[StepListener]()
+        if isinstance(drafter, StepListener):
+            found.append(drafter)
+        if drafting is not None:
+            from reprise.rl.assembly.drafting_run import DraftingListener
+
+            found.append(DraftingListener(drafting))
+        return tuple(found)
 
     # -- rewards --------------------------------------------------------------------------
 
@@ -290,13 +339,15 @@ class RunBuilder:
 
     # -- compilation ----------------------------------------------------------------------
 
-    def compile(self, system: System, state: TrainState) -> LongerBuckets | None:
+    def compile(
+        self, system: System, state: TrainState, drafting: DraftingWorkers | None
+    ) -> LongerBuckets | None:
         """Compile training, rollouts and evaluation; return the part that waits for a step."""
         weights, learner = system.weights(state.params), system.learner
         training = trainer.lowered(state, learner.shape, recipe=learner.recipe, base=learner.base)
         system.rewards.wait_started()
         bounds = first_programs.rollout_reach(self.config, self.partition)
-        longer = self.compile_rollouts(system, weights, bounds, training)
+        longer = self.compile_rollouts(system, weights, bounds, training, drafting)
         self.compile_evaluation(system, state, weights)
         if system.drafter is not None:
             system.drafter.warm_up(system.engine, weights)
@@ -305,30 +356,63 @@ class RunBuilder:
         return longer
 
     def compile_rollouts(
-        self, system: System, weights: Params, reach: Reach, training: Sequence[Any]
+        self,
+        system: System,
+        weights: Params,
+        reach: Reach,
+        training: Sequence[Any],
+        drafting: DraftingWorkers | None,
     ) -> LongerBuckets | None:
-        config, engine, speculation = self.config, system.engine, system.speculation
+        engine = system.engine
         # several processes leave together: not in the middle of one's compilation
         check = self.watch.check if system.processes.alone else self.watch.heartbeat
-        settings = config.sampling, speculation, reach, self.watch, self._on_compiled, check
-        longer = engine.do(partial(first_programs.longer_buckets, engine, weights, *settings))
+        longer = engine.do(
+            partial(
+                first_programs.longer_buckets,
+                engine,
+                weights,
+                self.config.sampling,
+                system.speculation,
+                reach,
+                self.watch,
+                on_compiled=self._on_compiled,
+                check=check,
+            )
+        )
         tables = first_programs.Kept(
             folder=self.folder,
             processes=system.processes,
-            drafting=system.drafting,
+            drafting=drafting,
             say=self.show.message,
         )
-        on_compiled = self.on_compiled("training and rollouts")
-        rest = speculation, reach, tables, on_compiled, training, longer
-        engine.do(partial(first_programs.warm_up, config, engine, weights, *rest))
+        engine.do(
+            partial(
+                first_programs.warm_up,
+                self.config,
+                engine,
+                weights,
+                system.speculation,
+                reach,
+                tables,
+                on_compiled=self.on_compiled("training and rollouts"),
+                training=training,
+                longer=longer,
+            )
+        )
         return longer
 
     def compile_evaluation(self, system: System, state: TrainState, weights: Params) -> None:
         is_own = system.eval_engine is not system.engine
         if is_own and (system.processes.alone or not self.partition.is_central):
             weights = system.evaluated(state.params)  # laid out by other programs
-        settings = weights, self.on_compiled("evaluation"), self.partition
-        first_programs.warm_up_evaluation(self.config, self.inputs, system.eval_engine, *settings)
+        first_programs.warm_up_evaluation(
+            self.config,
+            self.inputs,
+            system.eval_engine,
+            weights,
+            on_compiled=self.on_compiled("evaluation"),
+            partition=self.partition,
+        )
 
     def on_compiled(self, what: str) -> OnCompiled:
         return partial(self._on_compiled, what)
@@ -405,7 +489,8 @@ def check_bits(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> st
 
 
 def _why_other_bits(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> str | None:
-    tensor_ways, platform = 1 if mesh is None else mesh.shape["tensor"], platform_in_use()
+    tensor_ways = 1 if mesh is None else mesh.shape["tensor"]
+    platform = platform_in_use()
     if platform == "cpu":
         return why_other_bits(model, tensor_ways)
     if platform not in ("cuda", "tpu"):
@@ -418,9 +503,14 @@ def _why_other_bits(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) 
         return reason
     if platform == "cuda" and (reason := _single_rows(config, model, mesh)):
         return reason
-    page_tokens = config.engine.page_tokens if config.engine.is_paged(is_cpu=False) else None
-    devices_in_use = platform, model, tensor_ways, config.trainer.dtype, page_tokens
-    return why_other_bits_on_accelerators(*devices_in_use)
+    is_paged = config.engine.is_paged(is_cpu=False)
+    return why_other_bits_on_accelerators(
+        platform,
+        model,
+        tensor_ways,
+        dtype=config.trainer.dtype,
+        page_tokens=config.engine.page_tokens if is_paged else None,
+    )
 
 
 def _large_rounds(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> str | None:
@@ -429,13 +519,16 @@ def _large_rounds(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) ->
 
     engines = engine_mesh(config, model, mesh)
     sizes = {} if engines is None else engines.shape
-    ways, tensor = axis_ways(sizes, "batch") if sizes else 1, sizes.get("tensor", 1)
+    ways = axis_ways(sizes, "batch") if sizes else 1
     engine = config.engine.over(ways)
-    table = engine.max_slots // ways, engine.slot_pages(config.longest_tokens)
     prompts = engine.prefill_rows * engine.prefill_chunk_tokens
-    tokens = max(prompts, engine.max_round_nodes, 2 * engine.max_slots)
-    heads = model.num_kv_heads // tensor, model.head_dim
-    return why_too_large(table, tokens, *heads, config.trainer.dtype)
+    return why_too_large(
+        (engine.max_slots // ways, engine.slot_pages(config.longest_tokens)),
+        max(prompts, engine.max_round_nodes, 2 * engine.max_slots),
+        model.num_kv_heads // sizes.get("tensor", 1),
+        model.head_dim,
+        config.trainer.dtype,
+    )
 
 
 def _single_rows(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> str | None:

@@ -11,6 +11,7 @@ import numpy as np
 from reprise.models.lora import trained_part
 from reprise.models.sharding import put
 from reprise.models.transformer import Params, param_specs
+from reprise.rl.assembly.listeners import StepListener
 from reprise.rl.cluster.processes import Processes
 from reprise.rl.data.prompts import DataOrder
 from reprise.rl.engine.engine import RolloutEngine
@@ -40,7 +41,6 @@ from reprise.spec.reuse.rollout_cache import RolloutCache
 
 if TYPE_CHECKING:
     from reprise.rl.assembly.drafter_run import AnyDrafter
-    from reprise.rl.drafting.workers import DraftingWorkers
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,7 +48,8 @@ class System:
     """The parts of a run.
 
     `eval_engine` is `engine` unless workers run ahead of training; `longer` is the part of the
-    warm-up that waits for the first step, if any does.
+    warm-up that waits for the first step, if any does. `listeners` are the features that take part
+    in each step.
     """
 
     config: TrainConfig
@@ -64,7 +65,7 @@ class System:
     drafter: AnyDrafter | None
     longer: LongerBuckets | None
     partition: Partition
-    drafting: DraftingWorkers | None
+    listeners: tuple[StepListener, ...]
     show: Progress
     watch: Watch
 
@@ -74,8 +75,13 @@ class System:
 
     def scorer(self, group_size: int) -> Scorer:
         """Return the scorer of a rollout's responses; its waits end if a stop is requested."""
-        settings = self.leave_if_stopped, group_size, self.partition
-        return Scorer(self.inputs.tokenizer, self.rewards, *settings)
+        return Scorer(
+            self.inputs.tokenizer,
+            self.rewards,
+            check=self.leave_if_stopped,
+            group_size=group_size,
+            partition=self.partition,
+        )
 
     # -- weights ------------------------------------------------------------------------
 
@@ -132,14 +138,14 @@ class System:
             raise Stopped
 
     def leave_rollout_if_stopped(self) -> None:
-        """As `leave_if_asked`, in a rollout; processes under one engine agree on it."""
+        """As `leave_if_stopped`, in a rollout; processes under one engine agree on it."""
         if self.processes.alone or self.partition.splits:
             return self.leave_if_stopped()
         if self.partition.agrees_now() and self.processes.any("stop", self.is_stop_requested()):
             raise Stopped
 
     def leave_update_if_stopped(self, may_leave: bool) -> None:
-        """As `leave_if_asked`, in an update; several processes leave after it, together."""
+        """As `leave_if_stopped`, in an update; several processes leave after it, together."""
         self.leave_if_stopped(may_leave and self.processes.alone)
 
 

@@ -124,9 +124,13 @@ def make_cluster(config: SimulateRun) -> Cluster:
     if cluster.profile is not None:
         costs = read_profile(Path(cluster.profile))
         return Cluster(costs, cluster.workers, cluster.max_requests, cluster.kv_tokens)
-    device, model = ACCELERATORS[cluster.device], MODELS[cluster.model]
-    sizes = cluster.devices_per_worker, config.efficiency, cluster.ranks_per_instance
-    instance = Instance(device, model, *sizes)
+    instance = Instance(
+        device=ACCELERATORS[cluster.device],
+        model=MODELS[cluster.model],
+        num_devices=cluster.devices_per_worker,
+        efficiency=config.efficiency,
+        num_ranks=cluster.ranks_per_instance,
+    )
     return Cluster(instance, cluster.workers, cluster.max_requests, cluster.kv_tokens)
 
 

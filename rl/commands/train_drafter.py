@@ -136,8 +136,20 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Training:
     learned, held_out = drafter_traces.hold_out(trace.responses, args.eval_share, args.seed)
     sizes = _sizes_bytes(learned, shape, MIN_VALUE_BYTES)
     offline.check_room(sizes, config.data_buffer.max_bytes)
-    inputs = config, policy, model, shape, trace, learned, held_out, out
-    return _Training(*inputs, args.steps, args.seed, args.temperature, args.engine)
+    return _Training(
+        config=config,
+        policy=policy,
+        model=model,
+        shape=shape,
+        trace=trace,
+        learned=learned,
+        held_out=held_out,
+        out=out,
+        steps=args.steps,
+        seed=args.seed,
+        temperature=args.temperature,
+        engine=args.engine,
+    )
 
 
 def _print_plan(job: _Training) -> None:
@@ -187,8 +199,15 @@ def _train(job: _Training, watch: Watch) -> int:
         return EXIT_STOPPED
     watch.at(SAVING)
     variant = job.config.drafter_training.variant
-    more = policy, job.policy, variant, job.engine
-    text = drafter_folder.write(job.out, training.drafter, job.model, *more)
+    text = drafter_folder.write(
+        job.out,
+        training.drafter,
+        job.model,
+        policy,
+        job.policy,
+        variant,
+        job.engine,
+    )
     stopped = done < job.steps
     if job.held_out and not stopped:
         say(f"after   {_said(training.evaluate(job.held_out))}")

@@ -187,14 +187,23 @@ class OfflineTraining:
         temperature: float,
         dtype: Any,
     ) -> None:
-        self.config, self._seed, self._temperature = config, seed, np.float32(temperature)
-        learned, buffer = LearnedDrafter(start, config.drafter.tree), DataBuffer(config.data_buffer)
-        sections = config.drafter, config.drafter_training, learned, buffer
-        self.trainer = DrafterTrainer(*sections, seed=seed, temperature=temperature)
-        self._start, self._dtype = start, np.dtype(dtype)
+        self.config = config
+        self.trainer = DrafterTrainer(
+            config.drafter,
+            config.drafter_training,
+            LearnedDrafter(start, config.drafter.tree),
+            DataBuffer(config.data_buffer),
+            seed=seed,
+            temperature=temperature,
+        )
+        self._seed = seed
+        self._temperature = np.float32(temperature)
+        self._start = start
+        self._dtype = np.dtype(dtype)
         self._context = self.trainer.context(ModelRunner(model, dtype=dtype), params)
-        policy = {"params": params, "model": model, "dtype": dtype}
-        self._hidden_of: HiddenOf = partial(hidden_of, drafter=start.config, **policy)
+        self._hidden_of: HiddenOf = partial(
+            hidden_of, drafter=start.config, params=params, model=model, dtype=dtype
+        )
 
     @property
     def drafter(self) -> EagleWeights:

@@ -181,7 +181,10 @@ class Planner:
         """Return the best plan with one of these numbers of drafting workers."""
         seconds, fixed = self._measured, self.config.window
         return plan_workers(
-            *(self.num_workers, self.num_requests, seconds.draft, seconds.verify),
+            self.num_workers,
+            self.num_requests,
+            seconds.draft,
+            seconds.verify,
             self.acceptance,
             drafting_workers=drafting_workers,
             windows=self._windows if fixed is None else (fixed,),
@@ -219,9 +222,10 @@ class Planner:
 
     def _own_plans(self, batch: int, window: int) -> Callable[[float], RequestPlan]:
         """Return the plan of one of a batch's requests by p: its window is no longer than this."""
-        acceptance, windows = self.acceptance, range(1, window + 1)
-        times = self._measured.draft, self._measured.verify
-        prices = batch_prices(batch, window, *times, acceptance)
+        acceptance = self.acceptance
+        windows = range(1, window + 1)
+        seconds = self._measured
+        prices = batch_prices(batch, window, seconds.draft, seconds.verify, acceptance)
         return lambda p: dataclasses.replace(acceptance, p=p).own_plan(prices, windows)
 
     def worth(self, held_tokens: int, left_tokens: int) -> bool:

@@ -187,12 +187,18 @@ class DraftingWorker:
 
     def make_ahead(self, rollout: Rollout) -> DraftingAhead:
         """Return the drafter of one rollout."""
-        size = self.engine.config.max_slots, self.engine.longest_tokens
+        num_rows = self.engine.config.max_slots
+        max_tokens = self.engine.longest_tokens
         drafter = self._drafter(rollout)
         if isinstance(drafter, EnumeratingDraftModel):
-            window, fan_out = self._max_window, self._config.fan_out
-            return Enumerating(drafter, *size, max_window=window, fan_out=fan_out)
-        return FreeRunning(drafter, *size)
+            return Enumerating(
+                drafter,
+                num_rows,
+                max_tokens,
+                max_window=self._max_window,
+                fan_out=self._config.fan_out,
+            )
+        return FreeRunning(drafter, num_rows, max_tokens)
 
     def _drafter(self, rollout: Rollout) -> AheadDraftModel:
         enumerates = self._config.ahead == "enumeration"
@@ -207,8 +213,7 @@ class DraftingWorker:
             for S in self.engine.position_sizes(rows):
                 drafter = self._drafter(rollout)
                 if isinstance(drafter, EnumeratingDraftModel):
-                    args = rows, S, self._max_window, self._config.fan_out
-                    result += drafter.enumerating(*args)
+                    result += drafter.enumerating(rows, S, self._max_window, self._config.fan_out)
                 else:
                     result += drafter.programs(rows, S)
         return result

@@ -78,17 +78,23 @@ class DraftingWorkers(DrafterSource):
         singles = [one for engine in taken for one in _of_each_device(engine)]
         planner = self.planner
         num_rows = -(-planner.num_requests // min(len(singles), len(engines)))
-        size = num_rows, self.longest_tokens, planner.max_window
         self._verifying = [engine.number for engine in engines]
         planner.drafting_workers = count
-        self.start([drafting_engine(single, *size) for single in singles])
+        self.start(
+            [
+                drafting_engine(single, num_rows, self.longest_tokens, planner.max_window)
+                for single in singles
+            ]
+        )
 
     def start(self, engines: Sequence[Engine]) -> None:
         """Start a worker on each of these engines."""
         self.workers = [self._worker(engine) for engine in engines]
         for k, worker in enumerate(self.workers):
             peer = Peer(
-                *(f"drafting worker {k}", worker.draft, self._report),
+                f"drafting worker {k}",
+                worker.draft,
+                self._report,
                 clock=self._clock,
                 hang_limit_s=self._hang_limit_s,
                 replace=partial(self._replace, k),

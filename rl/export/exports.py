@@ -199,7 +199,13 @@ def write_drafter(
         states, key=lambda found: int(found[0].step)
     )  # ties: the drafter's
     drafter = dataclasses.replace(start, params=trained.params)
-    variant = config.drafter_training.variant
-    more = policy, inputs.policy, variant, engine
-    text = drafter_folder.write(target, drafter, inputs.model, *more)
+    text = drafter_folder.write(
+        target,
+        drafter,
+        inputs.model,
+        policy,
+        inputs.policy,
+        config.drafter_training.variant,
+        engine,
+    )
     return Exported(text, int(trained.step), source, warnings)

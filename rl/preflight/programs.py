@@ -157,8 +157,13 @@ class RunPrograms:
             kinds.add(name)
             is_whole = name in WHOLE_TRAINING
             yield RunProgram(
-                *(TRAINING, kind, sizes if is_whole else "", partial(self._in_mesh, call.lower)),
-                *(held.get(name, 0), num_tokens, num_tokens if is_whole else 0),
+                part=TRAINING,
+                kind=kind,
+                sizes=sizes if is_whole else "",
+                lower=partial(self._in_mesh, call.lower),
+                held_bytes=held.get(name, 0),
+                order=num_tokens,
+                num_tokens=num_tokens if is_whole else 0,
             )
         if self.held[ROLLOUTS]["rollout weights"]:
             call = trainer.cast_call(state.params, self.engine.dtype)
@@ -171,8 +176,8 @@ class RunPrograms:
         with engine.mesh_context(), engine.shapes_only():
             shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, engine.dtype), specs)
             bounds = dataclasses.replace(rollout_reach(self.config), drafters=self._drafters())
-            settings = engine, engine.place(shapes), self.config.sampling, bounds
-            yield from Pool(*settings).programs()
+            pool = Pool(engine, engine.place(shapes), self.config.sampling, bounds)
+            yield from pool.programs()
 
     def _of_rollouts(self, program: Program) -> RunProgram:
         args, _ = program.arguments()

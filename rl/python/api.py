@@ -234,11 +234,17 @@ class Policy:
         learner, passes = self._learner, list[Any]()
         settings = complete(loss, settings)
         packed = self._pack(data, loss, settings)
-        static: dict[str, Any] = {"loss": loss, "recipe": learner.recipe}
         with on_mesh(self._mesh):
             for p in packed:
-                given = logprobs.place(p.batch), settings, learner.base
-                passes.append(in_turn(objectives.evaluate(self._state.params, *given, **static)))
+                evaluated = objectives.evaluate(
+                    self._state.params,
+                    logprobs.place(p.batch),
+                    settings,
+                    learner.base,
+                    loss=loss,
+                    recipe=learner.recipe,
+                )
+                passes.append(in_turn(evaluated))
                 logprobs.keep_pace(passes, logprobs.unwatched)
             output = self._output(data, packed, jax.device_get(passes))
         objectives.check_numbers(output.logprobs)
@@ -258,14 +264,22 @@ class Policy:
         """
         learner, settings = self._learner, complete(loss, settings)
         packed = self._pack(data, loss, settings)
-        static: dict[str, Any] = {"network": NETWORKS[loss], "recipe": learner.recipe}
+        network = NETWORKS[loss]
+        passes = list[Health]()
         with on_mesh(self._mesh):
             total, self._total = self._total, None
-            total = total or gradient_accumulation.start(**static)
-            params, base, passes = self._state.params, learner.base, list[Health]()
+            total = total or gradient_accumulation.start(network=network, recipe=learner.recipe)
             for p in packed:
-                given = params, total, logprobs.place(p.batch), settings, base
-                total, health = in_turn(gradient_accumulation.accumulate(*given, **static))
+                accumulated = gradient_accumulation.accumulate(
+                    self._state.params,
+                    total,
+                    logprobs.place(p.batch),
+                    settings,
+                    learner.base,
+                    network=network,
+                    recipe=learner.recipe,
+                )
+                total, health = in_turn(accumulated)
                 passes.append(health)
                 logprobs.keep_pace(passes, logprobs.unwatched)
             fetched = jax.device_get(passes)

@@ -88,14 +88,20 @@ class WorkerActor:
         self._drafters = _drafters(settings, self._learned)
         layers = None if settings.learned is None else settings.learned.config.feature_layers
         self.engine = Engine(
-            *(settings.model, settings.engine),
+            settings.model,
+            settings.engine,
             dtype=np.dtype(settings.dtype),
             mesh=mesh,
             number=settings.number,
             feature_layers=layers,
         )
-        args = settings.speculation, RolloutCache(), self._drafters, settings.tuner
-        self._speculation = Speculation(*args, seed=settings.seed)
+        self._speculation = Speculation(
+            settings.speculation,
+            RolloutCache(),
+            self._drafters,
+            settings.tuner,
+            seed=settings.seed,
+        )
         if settings.model_apart:
             self._speculation.apart_elsewhere = frozenset({MODEL})
         self._copy = WeightCopy(partial(_fetch, limit_s=settings.fetch_s))
@@ -265,7 +271,9 @@ class WorkerActor:
                 self._remarks.append,
             )
         return speculation.drafter_factory(
-            *(drafts.keys, drafts.prompts, drafts.last),
+            drafts.keys,
+            drafts.prompts,
+            drafts.last,
             first_group=drafts.first_group,
             group_size=drafts.group_size,
             server=server,

@@ -274,8 +274,9 @@ class RayPlace:
     def prepare(self, bounds: Bounds, rounds: str | None) -> Future[Measured]:
         """Have it compile and measure; `rounds` were measured before."""
         self._bounds, start, offer = bounds, self.actor.num_starts, self._shared.weights.newest
-        args = "prepare", offer, bounds, rounds
-        prepared = self.actor.call(*args, limit_s=self._compile_s, is_work=False)
+        prepared = self.actor.call(
+            "prepare", offer, bounds, rounds, limit_s=self._compile_s, is_work=False
+        )
 
         def note(measured: Measured) -> Measured:
             self._rounds, self.later_s = measured.rounds, self._clock() - measured.clock_s

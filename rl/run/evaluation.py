@@ -58,8 +58,12 @@ class Answers:
 
         responses = [
             EvalResponse(
-                *(t.group_id, s.total, is_correct(s)),
-                *(t.num_tokens, t.truncated, s.failure is not None),
+                prompt=t.group_id,
+                reward=s.total,
+                is_correct=is_correct(s),
+                num_tokens=t.num_tokens,
+                truncated=t.truncated,
+                failed=s.failure is not None,
             )
             for t, s in zip(self.trajectories, self.scores, strict=True)
         ]

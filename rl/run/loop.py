@@ -125,7 +125,11 @@ class _Run:
         step, stats, show = position.step, record.stats, self.system.show
         workers, of_workers = self.workers.step(step, stats.parts, stats.events, now_s)
         turned_off = after_step(
-            *(self.system.speculation, self.seconds, step, stats.timeline, show.message),
+            self.system.speculation,
+            self.seconds,
+            step,
+            stats.timeline,
+            show.message,
             self.system.reuse.mode,
         )
         row = record.metrics | of_workers | turned_off | {"num_tokens": position.num_tokens}
@@ -188,9 +192,18 @@ def _opened(
             RunCheckpointer(system, checkpoints, rollouts, metrics, clock, state, position)
         )
         checkpoints.tidy()
-        log = WorkerLog(position.step)
-        parts = system, folder, metrics, log, evaluation, rollouts, seconds, saver
-        yield _Run(*parts, state, position)
+        yield _Run(
+            system=system,
+            folder=folder,
+            metrics=metrics,
+            workers=WorkerLog(position.step),
+            evaluation=evaluation,
+            rollouts=rollouts,
+            seconds=seconds,
+            checkpointer=saver,
+            state=state,
+            position=position,
+        )
 
 
 @contextlib.contextmanager

@@ -100,8 +100,7 @@ def _join_and_train(
 ) -> int:
     shared = dataclasses.replace(config, cluster=config.cluster.shared)
     try:
-        folders = inputs.policy, config.draft_model_folder
-        identify = partial(join.identity_of, dump(shared), *folders)
+        identify = partial(join.identity_of, dump(shared), inputs.policy, config.draft_model_folder)
         cluster = config.cluster if place is None else place.joining(config.cluster)
         processes = join.join(cluster, identify)
     except (ValueError, OSError) as error:

@@ -143,8 +143,9 @@ class PipelineRollouts:
             self._submit_further(step, num_groups)
             stats = collected.add(self._collect(step, timings))
         if system.drafter is not None and system.drafter.waits_for_training:
+            for listener in system.listeners:
+                listener.after_rollout(self._engine, self._policies[step].weights.whole, timings)
             with timings.section("drafter"):
-                system.drafter.after_rollout(self._engine, self._policies[step].weights.whole)
                 # the update, which comes next, could not wait this long
                 system.processes.barrier(f"drafter of step {step}", system.watch.heartbeat)
         after, dynamic = self._prompts.get(step + 1), self._extra is not None
@@ -235,17 +236,24 @@ class PipelineRollouts:
         self, step: int, prompts: Prompts, first: int, requests: Sequence[Request]
     ) -> RolloutSpec:
         system, config, policy = self._system, self._system.config, self._policies[step]
-        if system.drafter is not None:
-            system.drafter.began(policy.weights.whole, step)
         last = {r.request_id: r.cached.tokens for r in requests if r.cached is not None}
         drafts = system.speculation.drafter_factory(
-            *(prompts.keys, prompts.tokens, last),
+            prompts.keys,
+            prompts.tokens,
+            last,
             first_group=first,
             group_size=config.rollout.group_size,
             answers=lambda place: system.partition.answers(first + place),
         )
-        settings = system, policy.weights.whole, self._key, step, drafts, policy.rule
-        return spec_of(*settings, version=max(step - 2, 0))
+        return spec_of(
+            system,
+            policy.weights.whole,
+            self._key,
+            step,
+            drafts,
+            policy.rule,
+            version=max(step - 2, 0),
+        )
 
     def _deferred(self) -> list[Request]:
         """Return the requests that HistoPipe had deferred into this step before the stop."""
@@ -320,6 +328,8 @@ class PipelineRollouts:
         first_group = self._first_group(step + 2)
         rollouts.metrics.update(prepare(system, after, first_group))
         rollouts.metrics.update(left_out(system, own.passed_over))
+        for listener in system.listeners:
+            rollouts.metrics.update(listener.metrics(stats))
         for past in [s for s in self._prompts if s < step]:
             del self._prompts[past]
             self._policies.pop(past, None)

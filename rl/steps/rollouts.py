@@ -36,8 +36,6 @@ from reprise.rl.workers.ahead_engine import AheadEngine, ComingStep, Prefetched
 from reprise.spec.reuse.prefix_rule import PrefixRule
 from reprise.spec.reuse.rollout_cache import RolloutCache
 
-NO_PREFETCH = Prefetched()
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prompts:
@@ -182,7 +180,7 @@ def generate(
     cursor: int,
     step: int,
     timings: Timings,
-    prefetched: Prefetched = NO_PREFETCH,
+    prefetched: Prefetched | None = None,
 ) -> Rollouts:
     """Return the responses of the step whose first prompt is at `cursor` of the data order.
 
@@ -210,10 +208,8 @@ def generate(
     metrics |= remember(system, prompts.keys, trajectories, step, system.cache)
     metrics |= prepare(system, coming)
     metrics |= left_out(system, prompts.end - cursor - len(prompts))
-    if system.drafting is not None:
-        metrics |= system.drafting.metrics()
-        newest = max((part.version for part in stats.parts), default=0)
-        stats.parts = [*stats.parts, *system.drafting.parts(newest)]
+    for listener in system.listeners:
+        metrics |= listener.metrics(stats)
     if extra is not None:
         metrics |= sampling_metrics(len(passes), len(prompts), len(used))
     scores = [s for p in passes for s in p.scores]
@@ -252,19 +248,24 @@ def _sample(
     new: Prompts,
     step: int,
     timings: Timings,
-    prefetched: Prefetched,
+    prefetched: Prefetched | None,
 ) -> Responses:
     """Return the responses of `weights` to `new`; each is sent to be scored as it ends.
 
     `before` are the prompts of the step's earlier passes: groups and noise are numbered as if all
     were one pass.
     """
-    config, first, drafter = system.config, len(before), system.drafter
+    config = system.config
+    first = len(before)
     system.speculation.settle()  # the cache has one reader at a time
-    every = prefetched.resumed(requests_of(system, new, step, before.keys))
+    every = requests_of(system, new, step, before.keys)
+    if prefetched is not None:
+        every = prefetched.resumed(every)
     requests = [r for r in every if system.partition.answers(r.group_id)]
     drafts = system.speculation.drafter_factory(
-        *(new.keys, new.tokens, own_drafts(requests)),
+        new.keys,
+        new.tokens,
+        own_drafts(requests),
         group_size=config.rollout.group_size,
         answers=system.partition.answers,
     )
@@ -277,17 +278,14 @@ def _sample(
 
     name = f"step {step}, from prompt {first} on" if first else f"step {step}"
     key = system.engine.do(partial(system.reuse.key, step))
-    if drafter is not None:
-        drafter.began(weights, step)
 
     def answer() -> Responses:
         with timings.section("rollout"):
             rule = system.reuse.rule(step)
             spec = spec_of(system, weights, key, step, drafts, rule, version=step - 1)
             done, stats = run(system.engine, spec, requests, scorer, watch, name)
-        if drafter is not None:
-            with timings.section("drafter"):
-                drafter.after_rollout(system.engine, weights)
+        for listener in system.listeners:
+            listener.after_rollout(system.engine, weights, timings)
         with timings.section("reward"):  # the rest of it after the last response
             return scorer.responses(done, stats)
 
@@ -307,7 +305,7 @@ def spec_of(
     version: int,
 ) -> RolloutSpec:
     """Return the settings that all requests of a rollout share."""
-    return RolloutSpec(
+    spec = RolloutSpec(
         weights,
         system.config.sampling,
         key,
@@ -315,10 +313,12 @@ def spec_of(
         policy_version=version,
         drafts=drafts,
         rule=rule,
-        sink=None if system.drafter is None else system.drafter.sink(step),
         words=system.inputs.token_bytes_for(system.config.sampling),
         times=system.speculation.times_now,
     )
+    for listener in system.listeners:
+        spec = listener.before_rollout(spec, step)
+    return spec
 
 
 def requests_of(
@@ -330,7 +330,10 @@ def requests_of(
     """
     config = system.config
     return system.reuse.requests(
-        *(new.keys, new.tokens, new.numbers, config.rollout.group_size),
+        new.keys,
+        new.tokens,
+        new.numbers,
+        config.rollout.group_size,
         step=step,
         before=before,
         samplings=[config.sampling.of(example.task) for example in new.examples],
@@ -377,7 +380,7 @@ def remember(
 
 
 def prepare(system: System, coming: int | None, first_group: int = 0) -> dict[str, float]:
-    """Start to index the history of a step to come; return metrics of the drafters.
+    """Start to index the history of a step to come; return metrics of history and budgets.
 
     Its first prompt is at `coming` of the data order, and its first group is `first_group`.
     """
@@ -390,7 +393,7 @@ def prepare(system: System, coming: int | None, first_group: int = 0) -> dict[st
         pairs = enumerate(zip(prompts.keys, prompts.tokens, strict=True), first_group)
         own = {key: ids for group, (key, ids) in pairs if system.partition.answers(group)}
         speculation.prepare(own)
-    return metrics if system.drafter is None else metrics | system.drafter.metrics()
+    return metrics
 
 
 def left_out(system: System, prompts: int) -> dict[str, float]:
@@ -408,7 +411,9 @@ def coming_step(system: System, cursor: int, step: int) -> ComingStep:
     prompts = prompts_at(system, cursor, config.rollout.prompts_per_step)
     requests = [r for r in requests_of(system, prompts, step) if answers(r.group_id)]
     drafts = system.speculation.drafter_factory(
-        *(prompts.keys, prompts.tokens, own_drafts(requests)),
+        prompts.keys,
+        prompts.tokens,
+        own_drafts(requests),
         group_size=config.rollout.group_size,
         answers=answers,
         index=system.speculation.no_history,

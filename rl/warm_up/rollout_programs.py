@@ -290,8 +290,16 @@ class Pool:
             return dataclasses.replace(cache, table_BN=None)
 
         def some_pages() -> Any:
-            kind = engine.dtype, engine.feature_layers
-            cache = paged_cache.init(engine.model, 1, 1, some, T, *kind, engine.zero_rows)
+            cache = paged_cache.init(
+                engine.model,
+                1,
+                1,
+                some,
+                T,
+                engine.dtype,
+                engine.feature_layers,
+                engine.zero_rows,
+            )
             return dataclasses.replace(cache, table_BN=None)
 
         def numbers(count: int = some) -> Any:

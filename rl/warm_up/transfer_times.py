@@ -99,8 +99,7 @@ def _host_kv(engine: Engine, num_tokens: int) -> HostKv:
     def zeros(shape: Sequence[int], dtype: Any, axes: object = None) -> np.ndarray:
         return np.zeros(shape, dtype)
 
-    kind = engine.dtype, engine.feature_layers
-    rows = kv_cache.init(engine.model, 1, num_tokens, *kind, zeros)
+    rows = kv_cache.init(engine.model, 1, num_tokens, engine.dtype, engine.feature_layers, zeros)
     return HostKv(jax.tree.map(lambda x: x[0], rows))
 
 

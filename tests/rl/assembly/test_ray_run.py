@@ -36,6 +36,10 @@ from reprise.spec.reuse.rollout_cache import RolloutCache
 RAY = ("Cluster.kind='ray'", "Sched.workers=2")
 
 
+def warm_up(workers, bounds, folder):
+    workers.warm_up(bounds, PARAMS, folder, (), on_compiled=lambda *_: None, heartbeat=lambda: None)
+
+
 def test_workers_compile_for_drafters_on_their_devices_and_for_what_idle_ones_learn():
     more = ("Speculation.sources=('learned',)", "Speculation.budget='fixed:3'")
     config = load(TrainConfig, ["configs/epochs_tiny.gin"], (*RAY, *more))
@@ -69,7 +73,7 @@ def test_programs_are_warmed_up_once_and_late_ones_by_what_was_measured(tmp_path
         helping = Planner(DraftingConfig(requests_per_helper=2), 2, len(REQUESTS), 3)
         shared = team.places[0]._shared
         workers = RayWorkers(team, team.places, shared, helping=helping)
-        workers.warm_up(bounds, PARAMS, tmp_path, (), lambda *_: None, lambda: None)
+        warm_up(workers, bounds, tmp_path)
         costs = helping.seconds.costs
         assert costs.copy_seconds(8) > 0 and helping.seconds.verify(1, 2) > 0
         assert not helping.worth(8, 0), "nothing is left to gain"
@@ -91,6 +95,6 @@ def test_other_programs_compile_while_the_first_one_measures(tmp_path, monkeypat
     bounds = Bounds(SAMPLING, Reach(len(REQUESTS), 5, moves=True), None)
     team, room = make_team(store, 2)
     workers = RayWorkers(team, team.places, team.places[0]._shared)
-    workers.warm_up(bounds, PARAMS, tmp_path, (), lambda *_: None, lambda: None)
+    warm_up(workers, bounds, tmp_path)
     first, other = ([c[1] for c in room.started[i][0].calls if c[0] == "call"] for i in (0, 1))
     assert first == ["prepare"] and other == ["compile", "prepare"]

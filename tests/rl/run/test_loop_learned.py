@@ -12,10 +12,13 @@ from run_settings import BANDIT, LEARNED, PIPELINE, SETTINGS, TRAINED_AFTER
 from whole_steps import whole_steps
 
 from reprise.rl.assembly.drafter_run import DrafterRun
+from reprise.rl.engine.rollout_spec import RolloutSpec
 from reprise.rl.rewards.pool import RewardPool
 from reprise.rl.runtime.signals import Stopped
+from reprise.spec.config import SamplingConfig
 from reprise.spec.eagle.config import DataBufferConfig
 from reprise.spec.eagle.training_data import DataBuffer, HiddenStates
+from reprise.spec.sampling import step_key
 from tests.support import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -102,10 +105,12 @@ def test_a_step_that_the_drafter_has_learnt_from_is_brought_to_its_end(
 def test_what_is_learnt_in_one_phase_of_a_step_counts_in_its_later_ones():
     """Dynamic sampling has several rollouts a step, and none of them may be left after that."""
     trainer = SimpleNamespace(step=0, begin=lambda step: None)
-    run = DrafterRun(None, trainer, None)
+    config = SimpleNamespace(drafter=SimpleNamespace(steps_after_rollout=0))
+    run = DrafterRun(config, trainer, None)
+    spec = RolloutSpec({}, SamplingConfig(), step_key(0, 0), (1,))
     seen = []
     for step in (1, 1, 2):
-        run.began({}, step)
+        assert run.before_rollout(spec, step).sink is None
         seen.append(run.trained_this_step)
         trainer.step += 3
     assert seen == [False, True, False]
