@@ -1,4 +1,4 @@
-"""How far a run has come."""
+"""The position of a run between two steps."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from processes import child_environment, descendants, free_port, run_commands, r
 from run_settings import DAPO, PIPELINE
 from safetensors.numpy import load_file
 
+from reprise.rl.commands import train as train_command
 from reprise.rl.metrics.writer import read_metrics, read_samples, step_rows
 from reprise.rl.runtime import devices
 from reprise.rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
@@ -85,7 +86,7 @@ def here(count: int, config: Path, run: Path, *settings: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "found", lambda: jax.devices()[:count])
         flags = [f"--gin.{setting}" for setting in given]
-        assert call_main(train.main, f"--gin_file={config}", *flags, *resumed) == 0
+        assert call_main(train_command.main, f"--gin_file={config}", *flags, *resumed) == 0
 
 
 class Started:

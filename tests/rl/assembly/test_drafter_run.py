@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from reprise.rl.assembly.drafter_run import open_drafter, open_stub
+from reprise.rl.assembly.listeners import StepListener
 from reprise.rl.checkpoint.reader import describe, flatten
 from reprise.rl.engine.engine import Engine
 from reprise.rl.gin.loader import load
@@ -52,7 +53,8 @@ def test_it_has_the_shapes_of_what_process_0_saves(opened):
     arrays, host = there.saved()
     assert describe(flatten(arrays, concrete=True)) == wanted and host == {}
     assert there.learned.config == start.config
-    assert there.spot is None and not there.trained_this_step and there.metrics() == {}
+    assert there.spot is None and not there.trained_this_step
+    assert not isinstance(there, StepListener), "it takes no part in steps"
 
 
 def test_what_bandits_have_learnt_is_read_with_it(opened):

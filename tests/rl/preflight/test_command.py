@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from figured_programs import figured
 
-from reprise.rl.preflight import __main__ as preflight
+from reprise.rl.commands import preflight
 
 ROOT = Path(__file__).parents[3]
 TINY = "configs/plain_tiny.gin"
