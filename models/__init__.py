@@ -8,7 +8,7 @@ import this package before that. A value already set in XLA_FLAGS stays.
 import os
 
 _EXCESS_PRECISION = "--xla_allow_excess_precision=false"
-# On GPUs no product of split sums, one tile for all products, and none of cuBLAS.
+# On GPUs, no product splits its sum or uses cuBLAS, and all products share one tile shape.
 _ONE_TILE = (
     "--xla_gpu_experimental_force_split_k=1",
     "--xla_gpu_override_gemm_autotuner=block_m:64,block_n:64,block_k:64,split_k:1,"
@@ -23,9 +23,9 @@ def _add(flag: str) -> None:
 
 
 def sum_in_order_on_accelerators() -> None:
-    """Make this process's programs for accelerators sum in an order that all of them have.
+    """Make all accelerator programs of this process sum in the same order.
 
-    On TPUs kernels of our own do, on GPUs one tile of XLA's.
+    TPUs use the kernels of this package for that, GPUs one XLA tile.
 
     Call it before jax opens a backend; `sums_in_order_on_accelerators` is True from then on.
     """

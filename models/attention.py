@@ -1,10 +1,10 @@
 """Attention: over whole sequences (training), and of packed nodes over a cache (rollouts).
 
-Scores and softmax are float32. This is the portable path; kernels take the place of `CachedLayer`s.
+Scores and softmax are float32. This is the portable path; kernels can replace it (`CachedLayer`).
 
-Shape suffixes: B rows, T queries, S keys, H heads, K key/value heads, G = H/K query heads of one
-key/value head, h head size. Of packed nodes: M in all, W of a row. Of chunks: T in all, C tokens
-of each, X = T·C.
+Shape suffixes: B rows, T queries, S keys, H heads, K key/value heads, G = H/K query heads per
+key/value head, h head size. Packed nodes: M in total, W per row. Chunks: T in total, C tokens each,
+X = T·C.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from reprise.models.layout import causal_block_tokens
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Packed rows: several prompts, each followed by responses that do not see one another; int32.
+    """Packed rows: several prompts, each with responses that do not see one another; int32.
 
-    `prompt_BT` numbers the prompts of a row (0: padding), `branch_BT` the responses (0: the
-    prompt's tokens, which all share). `positions_BT` are rotary positions.
+    `prompt_BT` numbers the prompts of a row (0: padding), `branch_BT` the responses (0: prompt
+    tokens, which all responses share). `positions_BT` are rotary positions.
     """
 
     positions_BT: jax.Array
@@ -35,17 +35,17 @@ class Packing:
 
 
 def precision_of(x: jax.Array) -> jax.lax.Precision | None:
-    """Return the precision of products of x's dtype: float32 is float32 on every backend."""
+    """Return the precision of products in the dtype of x: full float32 on every backend."""
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
 def causal_mask(num_tokens: int) -> jax.Array:
-    """mask[0, t, s]: s ≤ t; for one sequence a row, starting at column 0. Bool [1, T, T]."""
+    """Return mask[0, t, s]: s ≤ t; for one sequence per row from column 0. Bool [1, T, T]."""
     return jnp.tril(jnp.ones((1, num_tokens, num_tokens), bool))
 
 
 def packed_mask(packing: Packing) -> jax.Array:
-    """mask[b, t, s]: s ≤ t, of the same prompt, and shared or of the same response; [B, T, T]."""
+    """Return mask[b, t, s]: s ≤ t in the same prompt, shared or in the same response; [B, T, T]."""
     places = packing.prompt_BT, packing.branch_BT
     return causal_mask(packing.prompt_BT.shape[1]) & may_see(*places, *places)
 
@@ -53,7 +53,7 @@ def packed_mask(packing: Packing) -> jax.Array:
 def may_see(
     prompt_BT: jax.Array, branch_BT: jax.Array, prompt_BS: jax.Array, branch_BS: jax.Array
 ) -> jax.Array:
-    """mask[b, t, s]: s is of t's prompt, and shared or of t's response; [B, T, S]."""
+    """Return mask[b, t, s]: s is in the prompt of t, shared or in the response of t; [B, T, S]."""
     same_BTS = prompt_BT[:, :, None] == prompt_BS[:, None, :]
     return same_BTS & ((branch_BS[:, None] == 0) | (branch_BT[:, :, None] == branch_BS[:, None]))
 
@@ -61,10 +61,10 @@ def may_see(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Trees:
-    """Places of packed nodes by cache row: node m is the `place_M`-th of row `row_M`.
+    """Packed nodes by cache row: node m has place `place_M` in row `row_M`.
 
-    Row b has up to W consecutive nodes from `first_B` on. `path_BWW[b, i, j]`: its j-th node is its
-    i-th or an ancestor of that. `parent_M` is −1 for roots.
+    Row b has up to W consecutive nodes, starting at `first_B`. `path_BWW[b, i, j]` says whether
+    node j of the row is its node i or an ancestor of node i. `parent_M` is −1 for roots.
     """
 
     row_M: jax.Array
@@ -77,11 +77,11 @@ class Trees:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """Chunks of known tokens, computed in the same round as nodes: C from `start_T` on.
+    """Chunks of known tokens, computed in the same round as nodes: C tokens from `start_T`.
 
-    A later chunk of a row starts at the end of the one before, or earlier. Row `slot_T` of the
-    cache holds all positions before the row's first chunk. Chunks of slot −1 are padding at the
-    end. If they `are_apart`, no row has two of them.
+    A later chunk of a row starts at the end of the previous chunk, or earlier. Row `slot_T` of the
+    cache holds all positions before the first chunk of the row. Chunks of slot −1 are padding at
+    the end. With `are_apart`, no row has two chunks.
     """
 
     slot_T: jax.Array
@@ -91,7 +91,7 @@ class Chunks:
 
     @staticmethod
     def of_table(table_TX: jax.Array, *, are_apart: bool = False) -> Chunks:
-        """Return the chunks of a table with a column for slots, one for starts, C for tokens."""
+        """Return the chunks of a table with one column for slots, one for starts, C for tokens."""
         return Chunks(table_TX[:, 0], table_TX[:, 1], table_TX[:, 2:], are_apart)
 
     @property
@@ -104,13 +104,13 @@ class Chunks:
 
     @property
     def prefix_T(self) -> jax.Array:
-        """Return how many positions of each chunk's row the cache holds."""
+        """The number of positions that the cache holds in the row of each chunk."""
         same_TT = self.slot_T[:, None] == self.slot_T
         return jnp.min(jnp.where(same_TT, self.start_T, jnp.max(self.start_T)), axis=1)
 
     @property
     def parent_X(self) -> jax.Array:
-        """Return the token before each one in its row, −1 for the row's first."""
+        """The token before each token in its row, −1 for the first token of a row."""
         C = self.tokens_TC.shape[1]
         x_X = jnp.arange(self.tokens_TC.size, dtype=jnp.int32)
         start_T1, start_X = self.start_T[:, None], self.start_T[x_X // C]
@@ -121,9 +121,9 @@ class Chunks:
 
     @property
     def mask_XX(self) -> jax.Array:
-        """mask[x, y]: token y is x or before it in its row, each position once; bool [X, X].
+        """mask[x, y]: token y is x or before x in its row, each position once; bool [X, X].
 
-        A token sees a row's earlier-starting chunks up to the start of its chunk.
+        A token sees earlier-starting chunks of its row up to the start of its chunk.
         """
         chunk_X = jnp.repeat(jnp.arange(len(self.slot_T)), self.tokens_TC.shape[1])
         position_X, start_X = self.positions_TC.reshape(-1), self.start_T[chunk_X]
@@ -138,8 +138,8 @@ class Chunks:
 class PartialSoftmax:
     """A softmax over some of the keys: Σ 2^(score − top) · v, top, and Σ 2^(score − top).
 
-    Scores are q·k/√h · log₂e; the top is the highest, below float32 rounded to a whole number, and
-    `NEGATIVE` over no key. Float32 [B, W, H, h] and twice [B, W, H, 1].
+    Scores are q·k/√h · log₂e. The top is the highest score, rounded to a whole number for dtypes
+    below float32, and `NEGATIVE` without keys. Float32 [B, W, H, h] and twice [B, W, H, 1].
     """
 
     out: jax.Array
@@ -148,13 +148,13 @@ class PartialSoftmax:
 
 
 class After(NamedTuple):
-    """The place of X tokens that follow positions of a cache; int32.
+    """The places of X tokens that follow positions of a cache; int32.
 
-    A token follows token `parent_X`, or if that is −1 the first `length_X` positions of row
-    `row_X`. Tokens of no row see anything. The tokens of a row, at most `width`, are next to each
-    other; if `num_runs` is not 0, they are in several runs, at most so many of all rows. They are
-    trees, of at most `num_paths` paths in all, or if that is 0 chains, which the cache holds
-    already.
+    A token follows token `parent_X`, or the first `length_X` positions of row `row_X` if its parent
+    is −1. The result of a token without a row is arbitrary. The tokens of a row, at most `width`,
+    are adjacent; with `num_runs` above 0 they form several runs, at most `num_runs` over all rows.
+    Tokens form trees of at most `num_paths` paths in total; if `num_paths` is 0, they form chains
+    that the cache holds already.
     """
 
     row_X: jax.Array
@@ -173,22 +173,22 @@ Portable = Callable[[], jax.Array]
 
 
 class CachedLayer(Protocol):
-    """A layer's keys and values of all slots, in any memory layout."""
+    """The keys and values of a layer for all slots, in any memory layout."""
 
     def of_prefix(self, q_BWHh: jax.Array, length_B: jax.Array) -> PartialSoftmax:
-        """Attend from W nodes of each slot to its first `length` positions."""
+        """Attend from W nodes of each slot to the first `length` positions of the slot."""
         ...
 
     def of_chunks(
         self, q_TCHh: jax.Array, slot_T: jax.Array, length_T: jax.Array
     ) -> PartialSoftmax:
-        """Attend from C tokens to the first `length` positions of a slot, for T of these."""
+        """Attend from each of T chunks of C tokens to the first `length` positions of its slot."""
         ...
 
     def of_new(
         self, q_XHh: jax.Array, k_XKh: jax.Array, v_XKh: jax.Array, after: After, portable: Portable
     ) -> jax.Array:
-        """Attend from X tokens to all before them and themselves; `portable` if no kernel does."""
+        """Attend from X tokens to all positions up to themselves; `portable` if no kernel does."""
         ...
 
 
@@ -205,7 +205,7 @@ def attend_both(
     one: tuple[jax.Array, jax.Array, jax.Array],
     other: tuple[jax.Array, jax.Array, jax.Array],
 ) -> jax.Array:
-    """Compute `attend` over the keys of two caches, each (keys, values, mask); [B, T, H, h]."""
+    """Return `attend` over the keys of two caches, each (keys, values, mask); [B, T, H, h]."""
     result = joined(partial_attention(q_BTHh, *one), partial_attention(q_BTHh, *other))
     return result.astype(one[1].dtype)
 
@@ -218,13 +218,13 @@ def attend_nodes(
     length_B: jax.Array,
     trees: Trees | None,
 ) -> jax.Array:
-    """Attention of packed nodes: to the first `length` positions of their row, and to their path.
+    """Attend from packed nodes to the first `length` positions of their row, and to their path.
 
-    The nodes' own `k_MKh` and `v_MKh` are not in the cache yet. The two softmaxes are joined:
+    The cache does not have the entries of the nodes yet. The two softmaxes are joined:
 
         out = (o₁ 2^(t₁ − t) + o₂ 2^(t₂ − t)) / (Σ₁ 2^(t₁ − t) + Σ₂ 2^(t₂ − t)),  t = max(t₁, t₂)
 
-    Without `trees` node m is the only one of row m. Rows are padded to W nodes.
+    Without `trees`, node m is the only node of row m. Rows are padded to W nodes.
     """
     new = q_MHh, k_MKh, v_MKh
     if trees is None:
@@ -272,7 +272,7 @@ def attend_chunks(
     cached: CachedLayer,
     chunks: Chunks,
 ) -> jax.Array:
-    """Attention of chunks: to the cached positions of their row, and to the row's tokens so far."""
+    """Attend from chunks to the cached positions of their row, and to its earlier tokens."""
     new = q_TCHh, k_TCKh, v_TCKh
     q_XHh, k_XKh, v_XKh = (x.reshape(-1, *x.shape[2:]) for x in new)
     length_X = jnp.repeat(chunks.prefix_T, q_TCHh.shape[1])
@@ -303,7 +303,7 @@ def _of_chunks(
 
 
 def merged(one: PartialSoftmax, other: PartialSoftmax) -> PartialSoftmax:
-    """Return the softmax over the keys of both."""
+    """Return the partial softmax over the keys of both."""
     top = jnp.maximum(one.top, other.top)
     of_one, of_other = _power(one.top - top), _power(other.top - top)
     total = one.total * of_one + other.total * of_other
@@ -311,15 +311,16 @@ def merged(one: PartialSoftmax, other: PartialSoftmax) -> PartialSoftmax:
 
 
 def joined(one: PartialSoftmax, other: PartialSoftmax) -> jax.Array:
-    """Return the attention over the keys of both."""
+    """Return the attention output over the keys of both."""
     both = merged(one, other)
     return both.out / both.total
 
 
 def weights(scores: jax.Array, top: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return 2^(score − top) of a whole number `top`, float32, to be rounded to `dtype`.
+    """Return 2^(score − top) for a whole number `top`, in float32, before rounding to `dtype`.
 
-    Below float32 all tops give the same mantissas, hence the same rounding in partial softmaxes.
+    For dtypes below float32, every top gives the same mantissas, hence the same rounding in partial
+    softmaxes.
     """
     if dtype == jnp.float32:
         return jnp.exp2(scores - top)
@@ -328,13 +329,13 @@ def weights(scores: jax.Array, top: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def _power(x: jax.Array) -> jax.Array:
-    """2^x for x ≤ 0, without rounding if x is a whole number."""
+    """Return 2^x for x ≤ 0, without rounding if x is a whole number."""
     whole = jax.lax.stop_gradient(jnp.round(x))
     return jnp.exp2(x - whole) * power_of_two(whole)
 
 
 def _of_itself(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array) -> PartialSoftmax:
-    """The softmax over a node's own key alone."""
+    """Return the softmax over only the key of the node itself."""
     B, T, H, h = q_BTHh.shape
     K = k_BTKh.shape[2]
     scores_BTKG = jnp.einsum(
@@ -357,7 +358,8 @@ def _of_itself(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array) -> Parti
 def _products(q_BKXh: jax.Array, k_BKhS: jax.Array) -> jax.Array:
     """Return q·k, float32 [B, K, X, S].
 
-    A CPU's product of bfloat16 sums in an order that depends on the number of queries.
+    CPUs get float32 inputs, because their bfloat16 products sum in an order that depends on the
+    number of queries.
     """
 
     def product(q_BKXh: jax.Array, k_BKhS: jax.Array) -> jax.Array:
@@ -383,10 +385,10 @@ def _apart(x: jax.Array) -> jax.Array:
 
 
 def finite_values(k_XKh: jax.Array, v_XKh: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return keys and values of new tokens, with values that are finite.
+    """Return keys and values of new tokens, with all values finite.
 
-    A key is NaN if its value is not finite, and so is the score of each query that sees it. For all
-    others its weight is 0, and 0 times NaN would be NaN.
+    A value that is not finite makes its key NaN, and so the score of each query that sees it. For
+    other queries its weight is 0, and 0 times NaN would be NaN.
     """
     is_finite_XKh = jnp.isfinite(v_XKh)
     is_finite_XK1 = jnp.all(is_finite_XKh, axis=-1, keepdims=True)
@@ -401,13 +403,13 @@ def partial_attention(
     K = k_BKhS.shape[1]
     G = H // K
     q_BKXh = q_BTHh.reshape(B, T, K, G, h).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, h)
-    # e^ in float32: 2^ of whole tops is slower on a CPU, and float32 does not need its bits
+    # float32 uses e^x: 2^x with whole tops is slower on a CPU, and float32 does not need its bits
     is_exact = v_BKSh.dtype == jnp.float32
     scores_BKXS = _products(q_BKXh, k_BKhS) * (h**-0.5 * (1.0 if is_exact else LOG2_E))
     mask_BKXS = jnp.repeat(mask_BTS, G, axis=1)[:, None]
     scores_BKXS = jnp.where(mask_BKXS, scores_BKXS, NEGATIVE)
     highest_BKX1 = jnp.max(jax.lax.stop_gradient(scores_BKXS), axis=-1, keepdims=True)
-    # The returned maximum is a second one: XLA's CPU fuses the first with the weights.
+    # The returned maximum is a second one, because XLA on CPUs fuses the first with the weights.
     apart_BKXS = _apart(jax.lax.stop_gradient(scores_BKXS))
     second_top_BKX1 = jnp.max(apart_BKXS, axis=-1, keepdims=True)
     if is_exact:
@@ -434,7 +436,7 @@ def partial_attention(
 def attend_causally(
     q_BTHh: jax.Array, k_BKhT: jax.Array, v_BKTh: jax.Array, mask_BTT: jax.Array
 ) -> jax.Array:
-    """Compute `attend` with causal masks, by blocks of queries, which skip later keys."""
+    """Return `attend` under causal masks, in blocks of queries that skip later keys."""
     T = q_BTHh.shape[1]
     if (size := causal_block_tokens(T)) == T:
         return attend(q_BTHh, k_BKhT, v_BKTh, mask_BTT)

@@ -1,7 +1,7 @@
 """Attention to a cache in one order, by the kernels of CPUs, TPUs and Hopper GPUs, on any mesh.
 
-Each part of a mesh's batch axes has some of the rows, or pages, and attends for their tokens; other
-tokens get zeros there, so that a sum over the parts is exact.
+Each part of the batch axes of a mesh holds some of the rows, or pages, and attends for their
+tokens; other tokens get zeros there, so that a sum over the parts is exact.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from reprise.models.sharding import fitting_spec, platform_in_use
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The axes of the mesh that is set over which rows or pages, and their heads, are split."""
+    """The axes of the mesh in use that split rows or pages, and their heads."""
 
     batch: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class Split:
         return Split(entry_names(batch), entry_names(heads), *ways)
 
     def spec(self, batch: int | None = None, heads: int | None = None) -> PartitionSpec:
-        """The specification of an array that has these axes at these dimensions."""
+        """Return the specification of an array that has these axes at these dimensions."""
         entries: list[Any] = [None] * 4
         if batch is not None:
             entries[batch] = self.batch or None
@@ -56,7 +56,7 @@ class Split:
         return jax.shard_map(local, in_specs=inputs, out_specs=outputs, check_vma=False)
 
     def own(self, pages: jax.Array, num_here: int) -> jax.Array:
-        """Number pages from the first of this part; −1: of another part."""
+        """Return page numbers relative to the first page of this part, −1 for other parts."""
         if not self.batch:
             return pages
         own = pages - jax.lax.axis_index(self.batch) * num_here
@@ -66,7 +66,7 @@ class Split:
 def is_in_order(dtype: Any, values: jax.Array, is_paged: bool) -> str | None:
     """Return the platform if its kernel attends in one order, by position, else None.
 
-    `values` are a layer's, in rows or pages; `dtype` is of the queries.
+    `values` are the values of a layer, in rows or pages; `dtype` is the dtype of the queries.
     """
     (*_, num_positions, head_dim), dtypes = values.shape, (dtype, values.dtype)
     if (platform := platform_in_use()) == "cpu":
@@ -92,9 +92,10 @@ def attend_in_order(
     *table_BN: jax.Array,
     has_own_slots: bool = False,
 ) -> jax.Array:
-    """Compute `CachedLayer.of_new` by a kernel, of pages with a table; else `portable`.
+    """Compute `CachedLayer.of_new` by a kernel, for pages with a table, else by `portable`.
 
-    `has_own_slots`: each part of a mesh has equally many slots, in order, and their pages.
+    With `has_own_slots`, each part of a mesh has the same number of slots, in order, and their
+    pages.
     """
     platform = is_in_order(new[0].dtype, held[1], bool(table_BN))
     if not platform:
@@ -110,7 +111,7 @@ def attend_in_order(
 def _is_too_large(
     split: Split, k_XKh: jax.Array, after: After, table_BN: jax.Array, has_own_slots: bool
 ) -> bool:
-    """Return whether the memories of a TPU's core are too small for the kernel of trees."""
+    """Return whether the memories of a TPU core are too small for the kernel of trees."""
     from reprise.models.kernels import page_attention_tpu  # Pallas: a second to import
 
     (B, N), (X, K, h) = table_BN.shape, k_XKh.shape
@@ -120,7 +121,7 @@ def _is_too_large(
 
 
 def _by_kernel(platform: str, *given: jax.Array, after: After) -> jax.Array:
-    """Compute a part of a mesh: its rows or pages, `after`, and its table."""
+    """Compute one part of a mesh from its rows or pages, `after`, and its table."""
     if platform == "cpu":
         from reprise.models.kernels import cached_rows_cpu
 
@@ -174,7 +175,7 @@ def _of_any_slots(
         *arrays, row_X, length_X, parent_X = given[:8]
         tables, num_here = given[8:], len(arrays[3])
         if tables:
-            first_B = jnp.maximum(tables[0][:, 0], 0)  # a slot without pages is the first part's
+            first_B = jnp.maximum(tables[0][:, 0], 0)  # slots without pages belong to part 0
             is_here_B = split.own(first_B, num_here) >= 0
             row_X = jnp.where(jnp.take(is_here_B, row_X, mode="clip"), row_X, -1)
             tables = (split.own(tables[0], num_here),)

@@ -1,8 +1,8 @@
 """Chat templates, rendered in a child process.
 
-A template is an untrusted Jinja program. transformers' sandbox does not bound its
-computation (`"a" * 10**10`), so a child process renders it (`models.child`), with `MEMORY_BYTES`
-more than it started with, `DEADLINE_S` for each prompt and `MAX_CHARACTERS` for the text. One child
+A template is an untrusted Jinja program. The sandbox of transformers does not bound computation
+(`"a" * 10**10`), so a child process renders templates (`models.child`), limited to `MEMORY_BYTES`
+above its initial size, `DEADLINE_S` for each prompt and `MAX_CHARACTERS` for the text. One child
 serves all tokenizers of a process. `strftime_now` prints a day that the caller fixes, so that a run
 has the same prompts every day.
 """
@@ -29,7 +29,7 @@ RESERVED = frozenset(
 
 
 def check_variables(variables: Iterable[str], specials: Iterable[str] = ()) -> None:
-    """Raise ValueError for names that a user may not give a template's variables."""
+    """Raise ValueError for names that users may not give to template variables."""
     for name in variables:
         is_set = name in RESERVED or name in specials or name.endswith("_token")
         if is_set or not name.isidentifier():
@@ -40,7 +40,7 @@ def check_variables(variables: Iterable[str], specials: Iterable[str] = ()) -> N
 
 
 class Renderer:
-    """Renders in one child process, started when it is needed; thread-safe."""
+    """Renders templates in one child process, which starts on first use; thread-safe."""
 
     def __init__(self, deadline_s: int = DEADLINE_S) -> None:
         self._child = Child("reprise.models.chat_template", MEMORY_BYTES, deadline_s)
@@ -52,9 +52,9 @@ class Renderer:
         day: datetime.date | None = None,
         **names: Any,
     ) -> str:
-        """Render a conversation with the template's other variables; ValueError if that fails.
+        """Render a conversation with further template variables; ValueError if that fails.
 
-        `day` is the date that the template may print; None: today's.
+        `day` is the date that the template may print; None means today.
         """
         request = {"template": template, "messages": list(messages), "names": names}
         request["day"] = (day or datetime.datetime.now(datetime.UTC).date()).isoformat()
@@ -72,7 +72,7 @@ class Renderer:
         return str(answer["text"])
 
     def close(self) -> None:
-        """End the child process, if there is one."""
+        """Stop the child process if it is running."""
         self._child.close()
 
 

@@ -1,9 +1,9 @@
-"""A child process with limits of memory and time, for work on files that may be hostile.
+"""A child process with memory and time limits, for work on files that may be hostile.
 
-Templates, tokenizers and packed columns are small programs: a few bytes of them take all memory, or
-run for hours in code that holds Python's lock, so that no exception and no signal ends them. The
-child allocates `memory_bytes` more than it started with, and ends itself at the deadline of a
-request; the next request starts another one. It has no keys or tokens of the environment.
+Templates, tokenizers and packed columns are small programs: a few bytes can take all memory, or
+run for hours in code that holds Python's lock, so that no exception and no signal stops them. The
+child may allocate `memory_bytes` above its initial size, and exits by itself at the deadline of a
+request; the next request starts another child. The child gets no keys or tokens of the environment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import IO
 from reprise import IMPORT_ROOT
 
 START_S = 120  # for the imports of a new child, on a busy machine
-_SIZE_BYTES = 8  # of the length before each part; a part of length 0 ends an answer
+_SIZE_BYTES = 8  # of the length before each part; length 0 terminates an answer
 _STARTED = b"\1"  # before the parts of an answer: the child has read the request
 _PASSED_ON = frozenset(  # variables that imports need; others may be secrets
     "PATH HOME TMPDIR TZ LANG LANGUAGE LC_ALL LC_CTYPE LD_LIBRARY_PATH DYLD_LIBRARY_PATH "
@@ -32,11 +32,11 @@ _PASSED_ON = frozenset(  # variables that imports need; others may be secrets
 
 
 class ChildEnded(Exception):
-    """The child exceeded a limit, or crashed, within a request."""
+    """The child exceeded a limit, or crashed, during a request."""
 
 
 class Child:
-    """A process of `module`, which calls `serve`; started when it is needed. Thread-safe."""
+    """A process that runs `module`, which calls `serve`; starts on first use. Thread-safe."""
 
     def __init__(self, module: str, memory_bytes: int, deadline_s: int) -> None:
         self.memory_bytes, self.deadline_s = memory_bytes, deadline_s
@@ -47,8 +47,9 @@ class Child:
     def call(self, request: bytes) -> list[bytes]:
         """Return the parts of the answer to a request.
 
-        Raises ChildEnded. A child that has ended before the request, or was killed by someone else
-        (as the kernel does when memory is short), is started again, once; then OSError.
+        Raises ChildEnded. A child that exited before it read the request, or was killed from
+        outside (by the kernel when memory is short), is restarted once. Raises OSError if the
+        second child also exits before it reads the request.
         """
         with self._lock:
             return self._call(request, is_again=False)
@@ -60,7 +61,7 @@ class Child:
         try:
             process.stdin.write(len(request).to_bytes(_SIZE_BYTES, "little") + request)
             process.stdin.flush()
-            # it ends by itself at the deadline, so reading needs none
+            # the child exits at its deadline, so reading needs no timeout
             has_started = _exactly(process.stdout, len(_STARTED)) == _STARTED
             parts = list[bytes]()
             while size := int.from_bytes(_exactly(process.stdout, _SIZE_BYTES), "little"):
@@ -82,11 +83,11 @@ class Child:
         return self._call(request, is_again=True)
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """Kill the process if it is running."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            with suppress(OSError), process:  # half a request may be left in its pipe
+            with suppress(OSError), process:  # the pipe may hold half a request
                 pass
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -130,7 +131,7 @@ def _exactly(file: IO[bytes], num_bytes: int) -> bytes:
 def serve(prepare: Callable[[], Callable[[bytes], Iterable[bytes]]]) -> None:
     """Answer requests with the function that `prepare` returns after its imports."""
     memory_bytes, deadline_s = map(int, sys.argv[1:])
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # an alarm ends this process
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # an alarm kills this process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     signal.alarm(START_S)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
@@ -152,7 +153,7 @@ def serve(prepare: Callable[[], Callable[[bytes], Iterable[bytes]]]) -> None:
 
 
 def limit_memory(more_bytes: int) -> None:
-    """Limit this process to `more_bytes` above its present size, if there is a /proc."""
+    """Limit this process to `more_bytes` above its present size, if /proc exists."""
     import resource  # not on every system
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,6 +1,6 @@
-"""The configuration of a policy, a dense decoder, and the specification of each of its weights.
+"""The configuration of a policy, a dense decoder, and the specification of each weight.
 
-Llama 3.x, Qwen2/2.5 and Qwen3 differ in `qkv_bias`, `qk_norm` and `rope_scaling`. No jax is needed.
+Llama 3.x, Qwen2/2.5 and Qwen3 differ in `qkv_bias`, `qk_norm` and `rope_scaling`. Needs no jax.
 Matrices are [out, in]. Shape suffixes: V vocabulary, D model width, F feed-forward width, h head
 size, Q = H·h all query heads, P = K·h all key/value heads.
 """
@@ -38,8 +38,8 @@ LORA_TARGETS: dict[LoraTarget, tuple[str, ...]] = {  # fields of `Layer`, or of 
 class LoraShape:
     """Low-rank adapters: W of the targets becomes W + (alpha / rank) · B · A.
 
-    A and B may hold `places` adapters of this rank next to one another; each row of a batch has
-    one of them (`models.lora.for_rows`).
+    A and B may hold `places` adapters of this rank side by side; each row of a batch uses one place
+    (`models.lora.for_rows`).
     """
 
     rank: int
@@ -71,8 +71,8 @@ class ModelConfig:
 
     `head_dim` need not be `d_model / num_heads`. The engine refuses sequences longer than
     `max_positions`. `eos_token_ids` end a response. `unused_ids` are ranges [start, stop) of ids
-    that no token has: padding of the embedding, or holes. Their logits are −∞. With `lora`, weights
-    of its targets are `Adapted`.
+    without tokens: padding of the embedding, or gaps. Their logits are −∞. With `lora`, the target
+    weights are `Adapted`.
     """
 
     architecture: Architecture
@@ -115,10 +115,10 @@ class ModelConfig:
 class MeshConfig:
     """The number of devices along each mesh axis; data=-1 takes the rest.
 
-    An engine on these devices uses a separate mesh: each group of `rollout_tensor` devices holds
+    An engine on these devices uses a separate mesh. Each group of `rollout_tensor` devices holds
     one copy of the weights, split by heads, features and vocabulary, and serves a part of the
-    requests, so no round gathers weights. `auto`: the greatest common divisor of fsdp · tensor and
-    the policy's key/value heads.
+    requests, so no round gathers weights. `auto` is the greatest common divisor of fsdp · tensor
+    and the number of key/value heads.
     """
 
     data: int = -1
@@ -178,15 +178,16 @@ class LowRank:
 
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """W + scale · B · A: a frozen weight and its adapter; of a tied head, W is None here.
+    """A frozen weight with its adapter: W + scale · B · A; W is None for a tied head.
 
-    `keeps_XR` are the ranks that each row of the input has of several adapters; None: all.
+    `keeps_XR` marks the ranks, of several adapters, that each row of the input uses; None: every
+    rank.
     """
 
     weight_OI: Any
     low: LowRank
     keeps_XR: Any = dataclasses.field(default=None, kw_only=True)
-    scale: float = dataclasses.field(metadata={"static": True})  # no leaf of the tree
+    scale: float = dataclasses.field(metadata={"static": True})  # not a leaf of the tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,8 +209,10 @@ def param_specs(config: ModelConfig) -> Params:
         return ParamSpec((outputs, inputs), axes, scale)
 
     def after_split(axis: str) -> tuple[str, str]:
-        """Return the axes of a matrix whose inputs other products split: sums over devices, or
-        outputs that are split too."""
+        """Return the axes of a matrix that multiplies split activations.
+
+        Either inputs are split, with a sum over devices, or outputs.
+        """
         return (axis, "embed") if sums_in_order_on_accelerators() else ("embed", axis)
 
     def vector(size: int, axis: str | None, scale: float | None) -> ParamSpec:
@@ -241,9 +244,9 @@ def param_specs(config: ModelConfig) -> Params:
 
 
 def lora_specs(config: ModelConfig) -> Params:
-    """Return the tree of an adapter: `LowRank` of `ParamSpec` for targets, None for the others.
+    """Return the tree of an adapter: `LowRank` of `ParamSpec` for targets, None elsewhere.
 
-    A starts as wide as PEFT's uniform numbers, whose variance is 1 / (3 · in); B starts at 0.
+    A starts with the variance of PEFT's uniform initialisation, 1 / (3 · in); B starts at 0.
     """
     lora = config.lora
     assert lora is not None
@@ -266,12 +269,12 @@ def lora_specs(config: ModelConfig) -> Params:
 
 
 def trained_specs(config: ModelConfig) -> Params:
-    """Return the specs of the weights that training changes: the adapter's, if there is one."""
+    """Return the specs of the trained weights: the adapter if the config has one, else all."""
     return param_specs(config) if config.lora is None else lora_specs(config)
 
 
 def with_adapters(base: Params, adapter: Params, lora: LoraShape) -> Params:
-    """Return the weights, or specs, of `base`, each with its adapter's next to it."""
+    """Return the weights, or specs, of `base`, with each adapter next to its weight."""
 
     def one(weight: Any, low: LowRank | None) -> Any:
         return weight if low is None else Adapted(weight, low, lora.scale)

@@ -1,9 +1,9 @@
-"""Digests of the files of a policy: whether they are still the ones that a run or an adapter had.
+"""Digests of policy files, to check that a run or an adapter still has the same policy.
 
-A file of up to 64 MiB is read as a whole. Of a larger one the digest has the size, the header, and
-of each tensor all bytes up to 256 KiB, else four pieces of 64 KiB, the first and the last among
-them: training, merging, rounding or replacing any tensor is seen, an edit of single numbers in a
-large matrix may not be. A policy of 8B parameters takes 80 MB of reads.
+A file of up to 64 MiB is read whole. For a larger file the digest covers the size, the header, and
+all bytes of each tensor of up to 256 KiB; a larger tensor adds four pieces of 64 KiB, including the
+first and the last. Training, merging, rounding or replacing any tensor changes the digest; an edit
+of single numbers in a large matrix may not. Digesting 8B parameters reads 80 MB.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any, BinaryIO
 
 from reprise.models import hf_files, tokenizer_files
 
-WHOLE_BYTES = 64 * 2**20  # of a file that is read as a whole
+WHOLE_BYTES = 64 * 2**20  # size of the largest file that is read whole
 PIECE_BYTES = 2**16
 _PIECES = 4  # of a tensor
-_FILE_PIECES = 1024  # of one whose tensors are not known, as GGUF's
+_FILE_PIECES = 1024  # of a file with unknown tensors, such as GGUF
 _NAMES = (hf_files.CONFIG, hf_files.GENERATION, hf_files.INDEX, *tokenizer_files.NAMES)
 
 
 def digest_policy(path: Path) -> dict[str, str]:
-    """Return the digest of each file that a policy is read from, by name.
+    """Return the digest of each file of a policy, by file name.
 
-    A GGUF file may have its tokenizer next to it. Raises OSError.
+    Includes the tokenizer files next to a GGUF file. Raises OSError.
     """
     folder = path.parent if path.is_file() else path
     names = {name for name in _NAMES if (folder / name).is_file()}
@@ -39,12 +39,12 @@ def digest_policy(path: Path) -> dict[str, str]:
 
 
 def combine(digests: Mapping[str, str]) -> str:
-    """Return one digest of files with their names."""
+    """Return one digest for several files and their names."""
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def digest_file(path: Path) -> str:
-    """Return the digest of a file, 32 digits. Raises OSError."""
+    """Return the digest of a file, 32 hexadecimal digits. Raises OSError."""
     size_bytes = path.stat().st_size
     result = hashlib.sha256(f"{size_bytes}\0".encode())
     with path.open("rb") as file:
@@ -55,7 +55,7 @@ def digest_file(path: Path) -> str:
 
 
 def _read_parts(file: BinaryIO, size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield start and length of the parts of a file that its digest has."""
+    """Yield the start and length of each part of a file that the digest covers."""
     if size_bytes <= WHOLE_BYTES:
         yield 0, size_bytes
         return
@@ -69,7 +69,7 @@ def _read_parts(file: BinaryIO, size_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _pieces(start: int, num_bytes: int, count: int) -> Iterator[tuple[int, int]]:
-    """Yield evenly spread pieces, the first and the last among them, or all in one."""
+    """Yield evenly spread pieces, including the first and the last, or everything in one piece."""
     if num_bytes <= count * PIECE_BYTES:
         yield start, num_bytes
         return
@@ -79,7 +79,7 @@ def _pieces(start: int, num_bytes: int, count: int) -> Iterator[tuple[int, int]]
 
 
 def _tensors(file: BinaryIO, size_bytes: int) -> list[tuple[int, int]]:
-    """Return start and length of the tensors of a safetensors file, in order; [] of another."""
+    """Return start and length of each tensor of a safetensors file, in order; [] otherwise."""
     header_bytes = int.from_bytes(file.read(8), "little")
     first = 8 + header_bytes
     if first > min(size_bytes, hf_files.MAX_HEADER_BYTES):

@@ -1,4 +1,4 @@
-"""A folder held by a handle; reads and writes in it follow no links.
+"""A folder held by a handle; reads and writes inside follow no links.
 
 A run folder may be untrusted and full of links. So every file of a run is opened by one name
 relative to a handle (`dir_fd`), and only if it is a plain file: a pipe or a device would block.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 _COPY_BYTES = 2**20
-MAX_READ_BYTES = 2**32  # at once; a sparse file has any size
+MAX_READ_BYTES = 2**32  # per read; a sparse file can have any size
 
 
 class LinkError(OSError):
@@ -27,11 +27,11 @@ class LinkError(OSError):
 
 
 class LargeFileError(OSError):
-    """A file that is too large to be read."""
+    """A file that is too large to read."""
 
 
 class Folder:
-    """An existing folder by its handle; names are of direct entries. `path` is for messages."""
+    """An existing folder, held by a handle; names are of direct entries, `path` is for messages."""
 
     def __init__(self, path: Path | str, *, create: bool = False) -> None:
         """Open `path`, which may be a link, since the user names it. Raises OSError."""
@@ -48,7 +48,7 @@ class Folder:
         self._finalizer()
 
     def folder(self, name: str, *, create: bool = True) -> Folder:
-        """Open a folder of this folder. Raises LinkError for anything else of that name."""
+        """Open a subfolder. Raises LinkError for anything else of that name."""
         if create:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(_plain(name), dir_fd=self._handle)
@@ -79,7 +79,7 @@ class Folder:
         return self._stat(name).st_size
 
     def read(self, name: str, max_bytes: int = MAX_READ_BYTES) -> bytes:
-        """Return the content of a plain file. Raises OSError, also for a larger one."""
+        """Return the content of a plain file. Raises OSError, also if it exceeds `max_bytes`."""
         with self._file(name, os.O_RDONLY, "rb") as file:
             if (size_bytes := os.fstat(file.fileno()).st_size) > max_bytes:
                 raise LargeFileError(
@@ -118,7 +118,7 @@ class Folder:
         """Open and lock a file until it is closed; None if another process has the lock."""
         file = self._file(name, os.O_RDWR | os.O_CREAT, "r+b", buffering=0)
         try:
-            # lockf, not flock: a forked child that outlives a killed run must not hold it.
+            # lockf, not flock: a forked child that outlives a killed run must not keep the lock.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             file.close()
@@ -131,7 +131,7 @@ class Folder:
         os.replace(_plain(name), _plain(new), src_dir_fd=self._handle, dst_dir_fd=self._handle)
 
     def remove(self, name: str, *, missing_ok: bool = False) -> None:
-        """Delete an entry with all of its contents; of a link only the link."""
+        """Delete an entry with its contents; for a link, delete only the link."""
         if missing_ok and not self.exists(name):
             return
         if self.is_folder(name):
@@ -140,7 +140,7 @@ class Folder:
             os.unlink(name, dir_fd=self._handle)
 
     def link(self, source: Folder, name: str, new: str | None = None) -> None:
-        """Give a plain file of `source` a second name here: a hard link, else a copy."""
+        """Add a plain file of `source` to this folder, as a hard link if possible, else a copy."""
         new = _plain(new or name)
         handles = {"src_dir_fd": source._handle, "dst_dir_fd": self._handle}
         try:
@@ -156,14 +156,14 @@ class Folder:
         os.fsync(self._handle)
 
     def is_in_place(self) -> bool:
-        """Return whether `path` still leads here."""
+        """Return whether `path` still leads to this folder."""
         try:
             return os.path.samestat(os.fstat(self._handle), os.stat(self.path))
         except OSError:
             return False
 
     def check_in_place(self) -> None:
-        """Raise LinkError if `path` now leads elsewhere: libraries write by path."""
+        """Raise LinkError if `path` now leads elsewhere, because libraries write by path."""
         if not self.is_in_place():
             raise LinkError(f"{self.path} is no longer the folder that was opened: start again")
 
@@ -212,7 +212,7 @@ def replace_file(path: Path, content: bytes | str) -> None:
 
 @contextlib.contextmanager
 def held(where: Folder | Path | str) -> Iterator[Folder]:
-    """Yield a folder; one opened here is closed at the end, a given one stays open."""
+    """Yield a folder; a folder opened here is closed at the end, a given `Folder` stays open."""
     if isinstance(where, Folder):
         yield where
         return

@@ -15,8 +15,8 @@ from reprise.models.gguf_header import Header, StoredGguf, package
 from reprise.models.hf_entries import refuse_misspelt
 from reprise.models.hf_files import Entry, Stored, shown
 
-# Keys of an architecture: entries of config.json by their names, and the options that are known,
-# with the one implemented value.
+# Keys of an architecture: `_CONFIG` has their names in config.json, `_FIXED` the known options with
+# their only implemented value.
 _CONFIG = {
     "vocab_size": "vocab_size",
     "context_length": "max_position_embeddings",
@@ -46,17 +46,17 @@ _FIXED: dict[str, Any] = {
 _WORDS = "tokenizer.ggml."
 _IGNORED = ("rope.scaling.original_context_length",)
 _ROPE_FACTORS = "rope_freqs.weight"
-# llama.cpp knows the ends of a turn or a text by name, if they are control tokens: a file names
-# only one of Qwen's two, and of SmolLM's.
+# llama.cpp knows the tokens that end a turn or a text by name, if they are control tokens. A file
+# names only one of the two end tokens of Qwen and of SmolLM.
 _END_NAMES = {
     *("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"),
     *("<|end|>", "<end_of_turn>", "<EOT>", "</s>"),
 }
-_CONTROL = 3  # a type of tokens
+_CONTROL = 3  # a token type
 
 
 def config_of(header: Header) -> ModelConfig:
-    """Return the config of a file's policy; ValueError for anything unknown or missing."""
+    """Return the config of the policy in a file; ValueError for anything unknown or missing."""
     classes = {f.architecture: f.model_class for f in hf.FAMILIES.values()}
     name, metadata = header.architecture, header.metadata
     if name not in list(classes):
@@ -91,7 +91,7 @@ def config_of(header: Header) -> ModelConfig:
 
 
 def _refuse_options(header: Header) -> None:
-    """Raise ValueError for options that would change the mathematics, and for unknown ones."""
+    """Raise ValueError for options that change the mathematics, and for unknown options."""
     metadata, prefix = header.metadata, f"{header.architecture}."
     if (num_files := metadata.get("split.count", 0)) not in (0, 1):
         header.fail(
@@ -115,10 +115,10 @@ def _refuse_options(header: Header) -> None:
 
 
 def _rope_scaling(header: Header, config: ModelConfig) -> Llama3RopeScaling | None:
-    """Return Llama 3's scaling if the file has its factors, one for each pair of a head.
+    """Return the scaling of Llama 3 if the file has its factors, one for each pair of a head.
 
-    Every published model has 1 and 4 as low and high factor, so original lengths are tried; the
-    ones that fit give the same frequencies.
+    Every published model has 1 and 4 as low and high factor, so only original lengths are tried;
+    all lengths that fit give the same frequencies.
     """
     stored = header.tensors.get(_ROPE_FACTORS)
     if stored is None:
@@ -149,9 +149,9 @@ def _rope_scaling(header: Header, config: ModelConfig) -> Llama3RopeScaling | No
 
 
 def stored_of(header: Header, config: ModelConfig) -> dict[str, Stored]:
-    """Return the tensors of a file by their names in it; ValueError for an unreadable type.
+    """Return the tensors of a file by their names in the file; ValueError for an unreadable type.
 
-    In files of Llama, llama.cpp interleaves the two halves of every head's query and key rows.
+    For Llama, llama.cpp interleaves the two halves of the query and key rows of every head.
     """
     for tensor in {tensor.kind: tensor for tensor in header.tensors.values()}.values():
         _refuse_unreadable(header, tensor)
@@ -166,7 +166,7 @@ def stored_of(header: Header, config: ModelConfig) -> dict[str, Stored]:
 
 
 def renamed(entries: Sequence[Entry], config: ModelConfig) -> list[Entry]:
-    """Return the entries of a policy under llama.cpp's names."""
+    """Return the entries of a policy under the names of llama.cpp."""
     architectures = {name: kind for kind, name in package().MODEL_ARCH_NAMES.items()}
     names = package().get_tensor_name_map(architectures[config.architecture], n_blocks=1)
 
@@ -193,7 +193,7 @@ def _refuse_unreadable(header: Header, tensor: StoredGguf) -> None:
 
 
 def tokens_of(header: Header) -> tuple[list[str], list[int]]:
-    """Return the vocabulary and the type of each token; ValueError if they do not fit."""
+    """Return the vocabulary and the type of each token; ValueError if they do not match."""
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     if not (isinstance(tokens, list) and tokens and isinstance(tokens[0], str)):
         header.fail(f"expected the vocabulary in tokenizer.ggml.tokens, got {shown(tokens)}")
@@ -207,7 +207,7 @@ def tokens_of(header: Header) -> tuple[list[str], list[int]]:
 
 
 def token_id(header: Header, name: str) -> int | None:
-    """Read tokenizer.ggml.NAME_token_id, None for no entry; ValueError if it is no token's."""
+    """Return tokenizer.ggml.NAME_token_id, None if absent; ValueError if no token has this id."""
     key = f"tokenizer.ggml.{name}_token_id"
     value = header.metadata.get(key)
     if value is None:
@@ -221,7 +221,7 @@ def token_id(header: Header, name: str) -> int | None:
 
 
 def end_tokens(header: Header) -> tuple[int, ...]:
-    """Return the tokens that end a response: named by the metadata, or with a known text."""
+    """Return the tokens that end a response, named by the metadata or known by their text."""
     named = [token_id(header, name) for name in ("eos", "eot", "eom")]
     tokens, types = tokens_of(header)
     known = [

@@ -1,7 +1,7 @@
-"""The header of a GGUF file: metadata and the places of tensors.
+"""The header of a GGUF file: metadata and the locations of tensors.
 
-Every count, length, type and offset is compared with the size of the file and with a bound before
-anything is read or allocated by it (`gguf.GGUFReader` believes all of them). The format:
+Every count, length, type and offset is checked against the size of the file and a limit before it
+is used to read or allocate anything (`gguf.GGUFReader` trusts all values). The format:
 github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -41,7 +41,7 @@ class Header:
         return self.metadata.get("general.architecture")
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """Return a value of the metadata; ValueError for one of another type."""
+        """Return a metadata value; ValueError if it has another type."""
         value = self.metadata.get(key, default)
         if value is not default and not isinstance(value, kind):
             self.fail(f"expected {key} of type {kind.__name__}, got {shown(value)}")
@@ -55,7 +55,7 @@ class Header:
 class StoredGguf(Stored):
     """A tensor of a `gguf.GGMLQuantizationType`, dequantized to float32 when read.
 
-    `interleaved_heads` is the number of heads whose rows llama.cpp interleaved, or 0.
+    `interleaved_heads` is the number of heads with rows that llama.cpp interleaved, or 0.
     """
 
     kind: Any
@@ -81,7 +81,7 @@ class StoredGguf(Stored):
         finite(values, f"{self.path}: {self.name}")
         if not self.interleaved_heads:
             return values
-        # rotary positions turn rows i and i + h/2 of a head together; here they are 2i and 2i + 1
+        # rotary embeddings pair rows i and i + h/2 of a head; the file has them as 2i and 2i + 1
         pairs = values.reshape(self.interleaved_heads, -1, 2, *self.shape[1:])
         return pairs.swapaxes(1, 2).reshape(self.shape)
 
@@ -100,7 +100,7 @@ def package() -> Any:
 
 
 def read(path: Path) -> Header:
-    """Read a file's header. Raises FileNotFoundError, or ValueError for a damaged file."""
+    """Return the header of a file. Raises FileNotFoundError, or ValueError for a damaged file."""
     if not path.is_file():
         raise FileNotFoundError(
             f"expected a GGUF file, got {str(path)!r}, which is not a file: models are not "
@@ -112,7 +112,7 @@ def read(path: Path) -> Header:
 
 
 class _HeaderReader:
-    """Reads a header value by value; `where` in errors is a value's name."""
+    """Reads a header value by value; `where` names the value in errors."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path, self.file = path, file
@@ -142,7 +142,7 @@ class _HeaderReader:
         return Header(self.path, metadata, self.placed(tensors, alignment))
 
     def placed(self, tensors: list[StoredGguf], alignment: int) -> dict[str, StoredGguf]:
-        """Return tensors by name, with offsets from the file's start; they may not overlap."""
+        """Return tensors by name, with offsets from the start of the file; refuse overlaps."""
         start, end, before = -(-self.position // alignment) * alignment, 0, "the header"
         placed: dict[str, StoredGguf] = {}
         for tensor in sorted(tensors, key=lambda t: t.offset):
@@ -161,7 +161,7 @@ class _HeaderReader:
         return placed
 
     def tensor(self) -> StoredGguf:
-        """Read one entry; its offset counts from the end of the header."""
+        """Read the entry of one tensor; its offset counts from the end of the header."""
         name = self.string("the name of a tensor")
         where = f"tensor {escaped(name)}"
         if not 1 <= (num_axes := self.number(4, f"the number of axes of {where}")) <= _MAX_AXES:
@@ -195,7 +195,7 @@ class _HeaderReader:
                 return [self.string(where) for _ in range(count)]
             return self.numbers(kind, count, where)
         [number] = self.numbers(kind, 1, where)
-        # the shortest decimal of a float32, as config.json has it
+        # the shortest decimal that gives the float32, as in config.json
         return float(str(np.float32(number))) if kind == _FLOAT else number
 
     def numbers(self, kind: int, count: int, where: str) -> list[Any]:

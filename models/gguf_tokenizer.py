@@ -1,8 +1,8 @@
 """The tokenizer in a GGUF file, built with the `tokenizers` library.
 
-A file of byte-level BPE has tokens, merges and the name of a way to split text before merging
-(`tokenizer.ggml.pre`); unknown names are refused. A file of SentencePiece has tokens and scores,
-which order the merges.
+A file with byte-level BPE has tokens, merges and the name of a rule that splits text before merging
+(`tokenizer.ggml.pre`); unknown names are refused. A SentencePiece file has tokens and scores, which
+order the merges.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from reprise.models.gguf import token_id, tokens_of
 from reprise.models.gguf_header import Header
 from reprise.models.hf_files import shown
 
-MAX_ADDED = 2**16  # tokens that are not text; the largest vocabularies have thousands
-# SentencePiece: tokens have about 16 characters; every split of each is tried as a merge.
+MAX_ADDED = 2**16  # added tokens; the largest vocabularies have thousands
+# SentencePiece tokens have about 16 characters; every split of a token is tried as a merge.
 MAX_PIECE_CHARACTERS, MAX_VOCABULARY_CHARACTERS = 128, 2**24
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # types of tokens
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # token types
 _SPACE = "▁"
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -28,9 +28,9 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-    """A way to split text before merging; `pattern` None is GPT-2's.
+    """A rule that splits text before merging; `pattern` None is the rule of GPT-2.
 
-    With `whole_words` a piece that is a token is not merged. `adds_bos`: the default of
+    With `whole_words` a piece that is a token is not merged. `adds_bos` is the default of
     add_bos_token.
     """
 
@@ -53,13 +53,13 @@ _SPLITS = {
 
 
 def is_known(header: Header) -> bool:
-    """Return whether the file's way to split and merge text is implemented."""
+    """Return whether the rules of the file to split and merge text are implemented."""
     kind, split = (header.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     return kind == "llama" or (kind == "gpt2" and split in list(_SPLITS))
 
 
 def parts(header: Header) -> tuple[Any, dict[str, Any]]:
-    """Return a tokenizer of the `tokenizers` library and tokenizer_config.json; ValueError."""
+    """Return a `tokenizers` tokenizer and the content of tokenizer_config.json, or ValueError."""
     from tokenizers import AddedToken
 
     kind, split = (header.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
@@ -78,7 +78,7 @@ def parts(header: Header) -> tuple[Any, dict[str, Any]]:
     added = []
     for i, (text, token_type) in enumerate(zip(tokens, types, strict=True)):
         if token_type == _UNUSED and text == f"[PAD{i}]" and text not in named.values():
-            continue  # llama.cpp's name for a row of the embedding without a token
+            continue  # the name in llama.cpp for an embedding row without a token
         if text in ids:
             header.fail(f"expected every token once, got {shown(text)} twice")
         ids[text] = i
@@ -131,10 +131,10 @@ def _byte_level(header: Header, ids: dict[str, int], named: dict[str, str]) -> A
 
 
 def _sentencepiece(header: Header, ids: dict[str, int], named: dict[str, str]) -> Any:
-    """Return a BPE on characters with spaces as ▁, as in Llama 2's tokenizer.json.
+    """Return a BPE on characters with spaces as ▁, as in tokenizer.json of Llama 2.
 
-    Characters without a token become bytes. By default a space before every text is added and
-    removed.
+    Characters without a token become bytes. By default encoding adds a space before every text, and
+    decoding removes it.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -155,7 +155,7 @@ def _sentencepiece(header: Header, ids: dict[str, int], named: dict[str, str]) -
 
 
 def _scored_merges(header: Header, ids: dict[str, int]) -> list[tuple[str, str]]:
-    """Return all pairs of text tokens that make another, the highest score first."""
+    """Return all pairs of text tokens that form another token, the highest score first."""
     scores: Any = header.metadata.get("tokenizer.ggml.scores")
     tokens, types = tokens_of(header)
     is_scores = isinstance(scores, list) and len(scores) == len(tokens)
@@ -183,7 +183,7 @@ def _scored_merges(header: Header, ids: dict[str, int]) -> list[tuple[str, str]]
 def _add_ends(
     backend: Any, header: Header, ids: dict[str, int], named: dict[str, str], *, adds_bos: bool
 ) -> None:
-    """Put the first and the last token around a whole text, as the file says."""
+    """Make the tokenizer add the first and the last token around a text, as the file says."""
     from tokenizers import processors
 
     first, last = (

@@ -1,8 +1,9 @@
-"""Policies in and out of Hugging Face folders, and in from GGUF files; no pickle, no hub.
+"""Policies read from and written to Hugging Face folders, or read from GGUF files.
 
-Options of config.json that would change the mathematics are refused by name; others (dropout,
-use_cache, …) are ignored. The names of `transformers` 5 (`rope_parameters`, `dtype`) and of older
-versions (`rope_scaling`, `rope_theta`, `torch_dtype`) are both read and written.
+Uses no pickle and no hub. Options of config.json that would change the mathematics are refused by
+name; others (dropout, use_cache, …) are ignored. The names of `transformers` 5 (`rope_parameters`,
+`dtype`) and of older versions (`rope_scaling`, `rope_theta`, `torch_dtype`) are both read and
+written.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from reprise.models.hf_files import MAX_NAMED, Entry, Stored, escaped, shown
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-# Fields of `ModelConfig`, and of `Llama3RopeScaling` in order, by their names in config.json.
+# Names in config.json of the fields of `ModelConfig`, and of `Llama3RopeScaling` in order.
 _SIZES = {
     "vocab_size": "vocab_size",
     "d_model": "hidden_size",
@@ -50,7 +51,7 @@ _FIXED_OPTIONS: dict[str, Any] = {
     "quantization_config": None,
     "partial_rotary_factor": 1.0,
 }
-# Every entry that is read: a misspelt one would have its default.
+# Every entry that is read; a misspelt entry would silently get its default.
 _NAMES = {
     *("architectures", "model_type", "layer_types", "rms_norm_eps", "tie_word_embeddings"),
     *("max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters"),
@@ -61,7 +62,7 @@ _NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """The values that a Hugging Face class implies if its config.json leaves them out."""
+    """The values that a Hugging Face class implies if config.json leaves them out."""
 
     model_class: str
     architecture: Architecture
@@ -105,8 +106,9 @@ def load_pretrained(
 ) -> tuple[ModelConfig, Params]:
     """Read a policy; with a mesh every tensor goes straight onto its shards.
 
-    `dtype` None keeps each tensor's own, float32 from a GGUF file. Host memory holds one tensor at
-    a time. Raises as `check` does, and ValueError for tied embeddings with another lm_head.
+    `dtype` None keeps the type of each tensor, float32 for a GGUF file. Host memory holds one
+    tensor at a time. Raises as `check` does, and ValueError for tied embeddings with another
+    lm_head.
     """
     config, policy_entries, stored = _checked(Path(directory))
     if config.tied_embeddings and _HEAD in stored:
@@ -123,16 +125,16 @@ def load_pretrained(
 
 
 def check(directory: str | os.PathLike[str]) -> ModelConfig:
-    """Return the config of a policy whose tensors all have the right names, shapes and types.
+    """Return the config of a policy after checking the names, shapes and types of all tensors.
 
-    Reads config.json and headers of the weights only. Raises FileNotFoundError, or ValueError for
-    anything unknown, unsupported, missing or surplus.
+    Reads only config.json and the headers of the weights. Raises FileNotFoundError, or ValueError
+    for anything unknown, unsupported, missing or surplus.
     """
     return _checked(Path(directory))[0]
 
 
 def shape(directory: str | os.PathLike[str]) -> ModelConfig:
-    """Return the config of a folder without looking at weights, or of a GGUF file as `check`."""
+    """Return the config of a folder without reading weights, or of a GGUF file as `check`."""
     folder = Path(directory)
     if hf_files.is_gguf(folder):
         return check(folder)
@@ -164,7 +166,7 @@ def write_into(
 ) -> None:
     """Write config, weights and generation_config.json into a new folder.
 
-    Weights are rounded once to `dtype`; None keeps it. `generation` has more settings of
+    Weights are rounded once to `dtype`; None keeps their type. `generation` has more settings of
     `generate`. Raises ValueError if the parameters do not fit the config.
     """
     import jax
@@ -179,7 +181,7 @@ def write_into(
 
 
 def entries(config: ModelConfig) -> list[Entry]:
-    """Return every tensor of a policy in the order of the leaves of `Params`."""
+    """Return the entry of each tensor of a policy, in the order of the leaves of `Params`."""
     specs = param_specs(config)
     names = Params(
         embedding_VD=_EMBEDDING,
@@ -191,12 +193,12 @@ def entries(config: ModelConfig) -> list[Entry]:
 
 
 def stored_name(field: str) -> str:
-    """Return the stored name of a field of `Layer`, below its layer, or of the head."""
+    """Return the stored name of the head, or of a `Layer` field, without the layer prefix."""
     return _HEAD if field == "head_VD" else _LAYER_NAMES[field]
 
 
 def layer_names(layer: Layer, prefix: str) -> Layer:
-    """Return the stored names of a layer's weights, None for weights that it does not have."""
+    """Return the stored names of the weights of a layer, None for absent weights."""
     names = {f: None if getattr(layer, f) is None else prefix + n for f, n in _LAYER_NAMES.items()}
     return Layer(**names)
 
@@ -211,7 +213,7 @@ def _checked(folder: Path) -> tuple[ModelConfig, list[Entry], dict[str, Stored]]
     else:
         config, stored, rename = shape(folder), hf_files.headers(folder), None
     fix = "the config and the weights must come from one export"
-    if config.num_layers > len(stored):  # before anything is made for each layer
+    if config.num_layers > len(stored):  # before allocating anything for each layer
         raise ValueError(
             f"{folder}: expected num_hidden_layers of at most the {len(stored)} tensors that the "
             f"headers of the weights name, got {config.num_layers}: {fix}"
@@ -223,7 +225,7 @@ def _checked(folder: Path) -> tuple[ModelConfig, list[Entry], dict[str, Stored]]
         fix = "set tie_word_embeddings if the head is the embedding"
     expected = policy_entries
     if rename is None and config.tied_embeddings and _HEAD in stored:
-        # tolerated; values are compared on loading
+        # a head of tied embeddings is tolerated; loading compares the values
         expected = [*policy_entries, dataclasses.replace(policy_entries[0], name=_HEAD)]
     hf_files.refuse_mismatch(folder, expected, stored, fix)
     return config, policy_entries, stored
@@ -235,8 +237,8 @@ def _checked(folder: Path) -> tuple[ModelConfig, list[Entry], dict[str, Stored]]
 def parse_config(hf: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
     """Return the `ModelConfig` of a config.json and a generation_config.json (may be empty).
 
-    End tokens are generation_config's if it has any, as in `generate`. `where` names the folder in
-    errors. Raises ValueError for anything unknown, unsupported, missing or malformed.
+    End tokens come from generation_config.json if it has any, as in `generate`. `where` names the
+    folder in errors. Raises ValueError for anything unknown, unsupported, missing or malformed.
     """
 
     def read(name: str, kind: str, default: Any = None) -> Any:
@@ -254,7 +256,7 @@ def parse_config(hf: Mapping[str, Any], generation: Mapping[str, Any], where: st
         raise ValueError(
             f"{where}: hidden_size={width} is not a multiple of {heads} heads: give head_dim"
         )
-    # Qwen's default of 32 heads is never meant, so only Llama may leave it out.
+    # Qwen's default of 32 key/value heads is never intended, so only Llama may omit the number.
     has_as_many = family.architecture == "llama" or hf.get("num_key_value_heads", 0) is None
     defaults = {
         "head_dim": family.head_dim or width // heads,
@@ -290,7 +292,7 @@ def parse_config(hf: Mapping[str, Any], generation: Mapping[str, Any], where: st
 
 
 def render_config(config: ModelConfig, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return config.json and generation_config.json; ValueError if no class of theirs fits."""
+    """Return config.json and generation_config.json; ValueError if no supported class fits."""
     family = next(f for f in FAMILIES.values() if f.architecture == config.architecture)
     if (config.qkv_bias, config.qk_norm) != (family.qkv_bias, family.qk_norm):
         raise ValueError(
@@ -331,7 +333,7 @@ def render_config(config: ModelConfig, dtype: str) -> tuple[dict[str, Any], dict
 
 def _family(hf: Mapping[str, Any], where: str) -> Family:
     names = hf.get("architectures")
-    if names in (None, []):  # old exports give the model type alone
+    if names in (None, []):  # old exports give only the model type
         names = [f.model_class for f in FAMILIES.values() if f.architecture == hf.get("model_type")]
     family = FAMILIES.get(names[0]) if is_one_name(names) else None
     if family is None:
@@ -346,7 +348,7 @@ def _family(hf: Mapping[str, Any], where: str) -> Family:
 def refuse_options(
     hf: Mapping[str, Any], where: str, fixed: Mapping[str, Any] = _FIXED_OPTIONS
 ) -> None:
-    """Raise ValueError for options with another value than the implemented one."""
+    """Raise ValueError for options with a value that is not implemented."""
     wrong = [
         f"{escaped(name)}={shown(hf[name])} (expected {value!r})"
         for name, value in fixed.items()
@@ -365,7 +367,7 @@ def refuse_options(
 
 
 def _rope(hf: Mapping[str, Any], where: str) -> tuple[float, Llama3RopeScaling | None]:
-    """Return base and scaling; `rope_scaling` wins over `rope_parameters`, as in transformers."""
+    """Return base and scaling; `rope_scaling` overrides `rope_parameters`, as in transformers."""
     given = [hf.get("rope_scaling"), hf.get("rope_parameters")]
     for rope in given:
         if not isinstance(rope, Mapping | None):

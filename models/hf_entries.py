@@ -1,4 +1,4 @@
-"""Entries of JSON files of policies and drafters, read and checked one by one."""
+"""Entries of the JSON files of policies and drafters, read and checked one by one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, TypeGuard
 from reprise.models.hf_files import escaped, shown
 
 MAX_INT = 2**31 - 1  # sizes and token ids are int32 on devices
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # how an entry is checked and described
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # the check and description of kinds
     "size": (lambda x: type(x) is int and 1 <= x <= MAX_INT, f"a whole number from 1 to {MAX_INT}"),
     "number": (
         lambda x: type(x) in (int, float) and 1.2e-38 <= x <= 3.4e38,
         "a positive number that float32 holds",
     ),
     "flag": (lambda x: type(x) is bool, "true or false, without quotes"),
-    "id": (  # old exports write −1 for none
+    "id": (  # old exports write −1 for no id
         lambda x: x is None or (type(x) is int and -1 <= x <= MAX_INT),
         "a token id or null",
     ),
@@ -26,11 +26,11 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # how an entry is chec
         "a number or a list",
     ),
 }
-_MAX_COMPARED = 1000  # names of a file, with those that are read
+_MAX_COMPARED = 1000  # entries of a file that are compared with known names
 
 
 def refuse_misspelt(content: Mapping[str, Any], where: str, names: Collection[str]) -> None:
-    """Raise ValueError for an entry with the name of an absent one but for a letter or so."""
+    """Raise ValueError for an entry that looks like a misspelt absent name."""
     absent = [name for name in names if name not in content]
     for got in itertools.islice(content, _MAX_COMPARED):
         if got not in names and (near := difflib.get_close_matches(got[:64], absent, 1, 0.9)):
@@ -40,7 +40,7 @@ def refuse_misspelt(content: Mapping[str, Any], where: str, names: Collection[st
 def read_entry(
     content: Mapping[str, Any], name: str, kind: str, where: str, default: Any = None
 ) -> Any:
-    """Return an entry, or `default` for null or none; ValueError unless it is of the kind."""
+    """Return an entry, or `default` if null or absent; ValueError if it is not of the kind."""
     value = content.get(name)
     value = default if value is None else value
     is_valid, expected = _KINDS[kind]
@@ -50,11 +50,11 @@ def read_entry(
 
 
 def end_ids(content: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    """Read `eos_token_id`: none, one or a list."""
+    """Return `eos_token_id` as a tuple; the entry may be absent, an id or a list."""
     ids = read_entry(content, "eos_token_id", "ids", where, default=[])
     return tuple(ids) if isinstance(ids, list) else (ids,)
 
 
 def is_one_name(names: Any) -> TypeGuard[list[str]]:
-    """Return whether `architectures` is as in every folder: a list of one string."""
+    """Return whether `architectures` has the usual form: a list of one string."""
     return isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)

@@ -1,4 +1,4 @@
-"""Hugging Face folders as files: JSON, safetensors in and out, replacing a folder at once."""
+"""Files of Hugging Face folders: JSON and safetensors, and replacing a folder by a rename."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ CONFIG = "config.json"
 GENERATION = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-FLOATS = ("F32", "BF16", "F16")  # safetensors' names
-MAX_JSON_BYTES = 64 * 2**20  # per file; an index of 100,000 tensors takes ten
-MAX_HEADER_BYTES = 100_000_000  # safetensors' own bound
+FLOATS = ("F32", "BF16", "F16")  # names in safetensors
+MAX_JSON_BYTES = 64 * 2**20  # per file; an index of 100,000 tensors takes 10 MiB
+MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
 MAX_TENSORS = 200_000  # of a file
 _FINITE_BLOCK = 2**16
 _EXPONENTS: dict[str, Any] = {
@@ -41,7 +41,7 @@ MAX_NAMED = 6  # tensors or options in an error
 
 
 class WeightsError(ValueError):
-    """Weights with a wrong value, which only reading them shows."""
+    """A wrong value in weights, which is only found by reading them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Stored:
     dtype: str
 
     def opened(self) -> contextlib.AbstractContextManager[Any]:
-        """Open the file; `read` and `reader` of all its tensors accept the result."""
+        """Open the file, for `read` and `reader` of all tensors in the file."""
         return _open(self.path)
 
     def read(self, file: Any) -> np.ndarray:
@@ -87,15 +87,15 @@ class Stored:
 
 
 def finite(array: np.ndarray, name: str) -> np.ndarray:
-    """Return an array of floats. Raises WeightsError if one of them is not finite.
+    """Return an array of floats. Raises WeightsError if a value is not finite.
 
-    Numbers whose exponent's bits are all ones are infinite or NaN. It reads some 6 GB/s.
+    Numbers with all exponent bits set are infinite or NaN. The check reads about 6 GB/s.
     """
     if array.dtype.name not in _EXPONENTS:
         return array
     exponent = _EXPONENTS[array.dtype.name]
     bits = array.reshape(-1).view(exponent.dtype)
-    for start in range(0, bits.size, _FINITE_BLOCK):  # in the processor's cache
+    for start in range(0, bits.size, _FINITE_BLOCK):  # blocks that fit the processor cache
         if ((bits[start : start + _FINITE_BLOCK] & exponent) == exponent).any():
             raise WeightsError(
                 f"{escaped(name, 300)} has values that are not finite: take another copy of the "
@@ -105,7 +105,7 @@ def finite(array: np.ndarray, name: str) -> np.ndarray:
 
 
 def shown(value: Any, max_characters: int = 80, max_items: int = 8) -> str:
-    """Return a value from a file as errors print it: escaped, on one line and cut."""
+    """Format a value from a file for error messages: escaped, on one line and truncated."""
     if isinstance(value, list) and len(value) > max_items:
         return f"{shown(value[:max_items], max_characters)} and {len(value) - max_items} more"
     try:
@@ -117,13 +117,13 @@ def shown(value: Any, max_characters: int = 80, max_items: int = 8) -> str:
 
 
 def escaped(text: str, max_characters: int = 80) -> str:
-    """Return text from a file, or from a library that quotes one, as `shown`, without quotes."""
+    """Format text from a file, or from a library that quotes a file, as `shown` without quotes."""
     cut = f"… ({len(text)} characters)" if len(text) > max_characters else ""
     return repr(text[:max_characters])[1:-1] + cut
 
 
 def entries_of(names: Any, specs: Any) -> list[Entry]:
-    """Return entries in the order of the leaves of a tree of names and one of `ParamSpec`."""
+    """Return entries in the order of the leaves of a tree of names and a tree of `ParamSpec`."""
     pairs = zip(leaves(names), leaves(specs), strict=True)
     return [Entry(name, spec.shape, spec.axes) for name, spec in pairs]
 
@@ -144,7 +144,7 @@ def require_folder(folder: Path) -> None:
 
 
 def has_file(path: Path) -> bool:
-    """Return whether a file is there. Raises ValueError for anything else, a dangling link too."""
+    """Return whether a file exists. Raises ValueError for anything else, also a dangling link."""
     if path.is_file():
         return True
     if os.path.lexists(path):
@@ -165,7 +165,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def headers(folder: Path) -> dict[str, Stored]:
-    """Return every tensor of a folder by name, unread; FileNotFoundError, ValueError."""
+    """Return every tensor of a folder by name, unread. Raises FileNotFoundError or ValueError."""
     stored: dict[str, Stored] = {}
     for path in _weight_files(folder):
         for name, tensor in headers_of(path).items():
@@ -178,7 +178,7 @@ def headers(folder: Path) -> dict[str, Stored]:
 
 
 def headers_of(path: Path) -> dict[str, Stored]:
-    """Return every tensor of a file by name, unread; FileNotFoundError, ValueError."""
+    """Return every tensor of a file by name, unread. Raises FileNotFoundError or ValueError."""
     stored: dict[str, Stored] = {}
     with _open(path) as file:
         names = file.keys()
@@ -192,7 +192,7 @@ def headers_of(path: Path) -> dict[str, Stored]:
 
 
 def metadata_of(path: Path) -> dict[str, str]:
-    """Return the text in a file's header, {} without any; FileNotFoundError, ValueError."""
+    """Return the text in the header of a file, or {}. Raises FileNotFoundError or ValueError."""
     with _open(path) as file:
         return dict(file.metadata() or {})
 
@@ -240,8 +240,8 @@ def read_tensors(
 ) -> list[jax.Array]:
     """Read tensors in the order of the entries; with a mesh each goes straight onto its shards.
 
-    `dtype` None keeps each tensor's own. Host memory holds one tensor, and only this process's
-    parts.
+    `dtype` None keeps the type of each tensor. Host memory holds one tensor at a time, and only the
+    parts for this process.
     """
     import jax
     import jax.numpy as jnp
@@ -287,7 +287,7 @@ def fitting_leaves(params: Any, entries: Sequence[Entry], tree: Any) -> list[jax
 
 @contextlib.contextmanager
 def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a new folder that replaces `directory` by a rename if the block ends without error.
+    """Yield a new folder that replaces `directory` by a rename if the block raises no error.
 
     Files other than config and weights (a tokenizer) are kept. Raises NotADirectoryError for a file
     or a link.
@@ -307,7 +307,7 @@ def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
         old = f".{target.name}.old-{os.getpid()}"
         parent.remove(old, missing_ok=True)
         if parent.exists(target.name):
-            parent.rename(target.name, old)  # killed here: both folders are whole
+            parent.rename(target.name, old)  # if killed here, both folders are complete
         parent.rename(partial, target.name)
         parent.remove(old, missing_ok=True)
     finally:
@@ -324,10 +324,10 @@ def write_tensors(
     whole: str = WEIGHTS,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write files of at most `max_shard_bytes` (or of one tensor), with an index if several.
+    """Write files of at most `max_shard_bytes` (or of one tensor), with an index for several files.
 
-    Tensors are rounded to `dtype`; None keeps each one's own. Host memory holds one file at a time.
-    `whole` names a file that has all of them; `metadata` is text in the headers.
+    Tensors are rounded to `dtype`; None keeps their types. Host memory holds one file at a time.
+    `whole` names the file if a single file has all tensors; `metadata` is text in the headers.
     """
     import jax
     import jax.numpy as jnp
@@ -345,12 +345,12 @@ def write_tensors(
         file = whole if len(shards) == 1 else f"model-{n:05d}-of-{len(shards):05d}.safetensors"
         tensors = {}
         for i in shard:
-            # contiguous: safetensors writes a view's memory as it is
+            # contiguous: safetensors writes the memory under a view
             host = np.ascontiguousarray(jax.device_get(leaves[i]), dtypes[i])
             tensors[entries[i].name] = finite(host, entries[i].name)
             weight_map[entries[i].name] = file
         save_file(tensors, folder / file, metadata={"format": "pt", **(metadata or {})})
-        # safetensors makes files readable by their owner only; use the folder's permissions
+        # safetensors makes files readable only by their owner; use the permissions of the folder
         (folder / file).chmod(folder.stat().st_mode & 0o666)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
@@ -358,7 +358,7 @@ def write_tensors(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file; ValueError for other content, and over `MAX_JSON_BYTES`."""
+    """Read the object in a JSON file; ValueError for other content or over `MAX_JSON_BYTES`."""
     if (size := path.stat().st_size) > MAX_JSON_BYTES:
         raise ValueError(
             f"{path}: expected at most {MAX_JSON_BYTES} bytes of JSON, got {size}: copy it again"
@@ -373,7 +373,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def optional_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object as `read_json`, {} if no file is there."""
+    """Read a JSON object as `read_json`, or return {} if the file does not exist."""
     return read_json(path) if has_file(path) else {}
 
 
@@ -411,7 +411,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _refuse_repeated_names(path: Path) -> None:
-    """Raise ValueError for a duplicate tensor name: readers disagree on the one to use."""
+    """Raise ValueError for a duplicate tensor name, because readers disagree on its tensor."""
     with path.open("rb") as file:
         size = min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES)
         text = file.read(size)
@@ -428,7 +428,7 @@ def _refuse_repeated_names(path: Path) -> None:
 
 
 def _not_kept(folder: str, names: list[str]) -> list[str]:
-    """Return the files that a replaced folder loses: links, config and weights."""
+    """Return the files that a replaced folder does not keep: links, config and weights."""
     return [
         name
         for name in names

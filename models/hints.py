@@ -1,4 +1,4 @@
-"""Commands for error messages: what installs a missing package, what downloads a missing folder."""
+"""Commands that error messages suggest, to install a package or to download a folder."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import importlib.metadata
 import re
 from pathlib import Path
 
-DISTRIBUTION = "reprise-rl"  # no index has it
+DISTRIBUTION = "reprise-rl"  # not on any package index
 _ROOT = Path(__file__).resolve().parents[1]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)  # OWNER/NAME
 
 
 def program(name: str, root: Path = _ROOT) -> str:
-    """Return how to start a program: `python -m rl.NAME` in a checkout, else `reprise NAME`."""
+    """Return the command for a program: `python -m rl.NAME` in a checkout, else `reprise NAME`."""
     if (root / "pyproject.toml").is_file():
         return f"python -m rl.{name}"
     return f"reprise {name}"
 
 
 def install_hint(extra: str, root: Path = _ROOT) -> str:
-    """Return the command that installs the packages of an extra: in a checkout, or for a wheel."""
+    """Return the command that installs the packages of an extra, in a checkout or from a wheel."""
     if not (root / "pyproject.toml").is_file():  # a wheel names the packages of its extras
         try:
             lines = importlib.metadata.requires(DISTRIBUTION) or ()
@@ -32,7 +32,7 @@ def install_hint(extra: str, root: Path = _ROOT) -> str:
 
 
 def download_hint(path: str | Path, *, is_dataset: bool = False) -> str:
-    """Return the command that downloads OWNER/NAME of the Hugging Face hub; "" for other paths."""
+    """Return the command that downloads OWNER/NAME from the hub of Hugging Face, else ""."""
     name = str(path)
     if not _HUB_NAME.fullmatch(name) or Path(name).parent.is_dir():
         return ""

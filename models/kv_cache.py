@@ -1,9 +1,9 @@
-"""The key/value cache: one buffer per layer, values `[slot, kv_head, position, head_dim]`.
+"""The key/value cache, with one buffer per layer; values are `[slot, kv_head, position, head_dim]`.
 
 Keys are transposed, `[slot, kv_head, head_dim, position]`, so that both products of attention read
-the cache along its rows. For a drafter `features`, one array `[slot, 1, position, width]`, keeps
-the policy's hidden states. `length_B` (kept by the engine) is the number of live positions of a
-row; later ones are masked. Writes are in place if the buffers are donated.
+the cache along its rows. For a drafter, `features` keeps the hidden states of the policy in one
+array `[slot, 1, position, width]`. `length_B` (kept by the engine) is the number of live positions
+of a row; later positions are masked. Writes are in place if the buffers are donated.
 
 Shape suffixes: B slots, S positions, N tree nodes, L layers, D model width, K key/value heads,
 h head size, W feature width.
@@ -25,12 +25,12 @@ from reprise.models.config import ModelConfig
 from reprise.models.layout import CACHE_AXES, ENTRY_AXES, FEATURE_AXES
 from reprise.models.sharding import constrain
 
-KEY_AXIS, VALUE_AXIS = 3, 2  # of positions in a layer's keys, and in values and features
-CPU_WRITES = 16  # entries that a CPU writes at a time
+KEY_AXIS, VALUE_AXIS = 3, 2  # axis of positions in keys, and in values and features
+CPU_WRITES = 16  # entries per write on a CPU
 
 
 class Kind(NamedTuple):
-    """The axis of positions of an array of the cache, and its logical axes (models.layout)."""
+    """The position axis of a cache array, and its logical axes (models.layout)."""
 
     axis: int
     axes: tuple[str | None, ...]
@@ -43,13 +43,13 @@ FEATURES = Kind(VALUE_AXIS, FEATURE_AXES)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A layer of a `KVCache` (a `models.attention.CachedLayer`)."""
+    """One layer of a `KVCache` (a `models.attention.CachedLayer`)."""
 
     keys_BKhS: jax.Array
     values_BKSh: jax.Array
 
     def of_prefix(self, q_BWHh: jax.Array, length_B: jax.Array) -> PartialSoftmax:
-        """Attend from W nodes of each row to its first `length` positions."""
+        """Attend from W nodes of each row to the first `length` positions of the row."""
         committed_BS = jnp.arange(self.keys_BKhS.shape[-1]) < length_B[:, None]
         size = *q_BWHh.shape[:2], committed_BS.shape[1]
         mask_BWS = jnp.broadcast_to(committed_BS[:, None], size)
@@ -58,9 +58,9 @@ class Rows:
     def of_chunks(
         self, q_TCHh: jax.Array, slot_T: jax.Array, length_T: jax.Array
     ) -> PartialSoftmax:
-        """Attend from C tokens to the first `length` positions of a slot, for T of these.
+        """Attend from each of T chunks of C tokens to the first `length` positions of its slot.
 
-        Reads copies of the fewest eighths of all positions that suffice.
+        Reads copies of these rows, cut to the fewest eighths of all positions that suffice.
         """
         num_positions = self.keys_BKhS.shape[-1]
         sizes = sorted({-(-num_positions * eighths // 8) for eighths in (2, 3, 4, 5, 6, 8)})
@@ -76,7 +76,7 @@ class Rows:
     def of_new(
         self, q_XHh: jax.Array, k_XKh: jax.Array, v_XKh: jax.Array, after: After, portable: Portable
     ) -> jax.Array:
-        """Attend from X tokens to all before them and themselves; `portable` if no kernel does."""
+        """Attend from X tokens to all positions up to themselves; `portable` if no kernel does."""
         return attend_in_order(
             (q_XHh, k_XKh, v_XKh), (self.keys_BKhS, self.values_BKSh), after, portable
         )
@@ -84,7 +84,7 @@ class Rows:
     def append_and_attend(
         self, q_BNHh: jax.Array, k_BNKh: jax.Array, v_BNKh: jax.Array, start_B: jax.Array
     ) -> tuple[Rows, jax.Array]:
-        """Write N entries of each row from `start` on; attend from each node to all up to it."""
+        """Write N entries of each row from `start` on; attend from each node up to itself."""
         (B, N), S = q_BNHh.shape[:2], self.keys_BKhS.shape[-1]
         keys = pin(write_keys(self.keys_BKhS, k_BNKh, start_B))
         values = pin(write_values(self.values_BKSh, v_BNKh, start_B))
@@ -127,7 +127,7 @@ class KVCache:
 
     @property
     def states(self) -> Any:
-        """The features of all rows, for `state_windows`; there must be any."""
+        """The features of all rows, for `state_windows`; the cache must have features."""
         [features_B1SW] = self.features
         return features_B1SW
 
@@ -140,7 +140,7 @@ class KVCache:
         return dataclasses.replace(self, keys=keys, values=values, features=features)
 
     def with_features(self, features_BNW: jax.Array, start_B: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the features with N new nodes written to each row, from `start` on."""
+        """Return the features with N new nodes written to each row from `start` on."""
         new = features_BNW[:, :, None]
         return tuple(pin(write_values(rows, new, start_B), FEATURES) for rows in self.features)
 
@@ -162,9 +162,9 @@ def init(
     feature_layers: tuple[int, ...] | None = None,
     zeros: Callable[..., Any] = _zeros,
 ) -> KVCache:
-    """Return a zeroed cache; with `feature_layers` None it keeps no features.
+    """Return a zeroed cache, without features if `feature_layers` is None.
 
-    `zeros(shape, dtype, axes)` makes each array on its devices; `axes` are by default `CACHE_AXES`.
+    `zeros(shape, dtype, axes)` makes each array on its devices; `axes` default to `CACHE_AXES`.
     """
     B, K, S, h = num_slots, config.num_kv_heads, num_positions, config.head_dim
     features: tuple[jax.Array, ...] = ()
@@ -182,7 +182,7 @@ def init(
 def map_arrays(
     one: Callable[..., Any], cache: Any, *more: Any, keys: Kind = KEYS, values: Kind = VALUES
 ) -> Any:
-    """Map `one(array, *arrays of the others, kind)` over all arrays of caches."""
+    """Map `one(array, *other_arrays, kind)` over all arrays of caches."""
 
     def each(name: str, kind: Kind) -> tuple[Any, ...]:
         columns = zip(*(getattr(c, name) for c in (cache, *more)), strict=True)
@@ -193,12 +193,12 @@ def map_arrays(
 
 
 def pin(rows: jax.Array, kind: Kind = VALUES) -> jax.Array:
-    """Pin a layer's keys or values, or features, to the sharding of models.layout."""
+    """Pin keys or values of a layer, or features, to the sharding of models.layout."""
     return constrain(rows, *kind.axes)
 
 
 def state_windows(states: Any, slot_P: jax.Array, start_P: jax.Array, num_tokens: int) -> jax.Array:
-    """Return the features of C positions of slots, from `start` on, in rows or pages; [P, C, W]."""
+    """Return the features of C positions per slot from `start` on, in rows or pages; [P, C, W]."""
     if not isinstance(states, jax.Array):
         return states.windows(slot_P, start_P, num_tokens)
 
@@ -210,7 +210,7 @@ def state_windows(states: Any, slot_P: jax.Array, start_P: jax.Array, num_tokens
 
 
 def write_keys(keys_BKhS: jax.Array, new_BNKh: jax.Array, start_B: jax.Array) -> jax.Array:
-    """Write N new keys at `start … start+N−1` of each row; drop those that do not fit."""
+    """Write N new keys at `start … start+N−1` of each row; drop windows that do not fit."""
     return _write(keys_BKhS, new_BNKh.transpose(0, 2, 3, 1), start_B, KEY_AXIS)
 
 
@@ -238,10 +238,10 @@ def _write(rows: jax.Array, new: jax.Array, start_B: jax.Array, axis: int) -> ja
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """Entries that a round computed and the next one writes before it reads: in place.
+    """Entries that one round computes and the next round writes in place before it reads.
 
     Keys and values of every layer are `[P, K, h]`, features `[P, W]` or none. Entry i belongs to
-    `position_P[i]` of row `row_P[i]`; only `order_P[:count]` are written.
+    `position_P[i]` of row `row_P[i]`; only entries `order_P[:count]` are written.
     """
 
     keys: tuple[jax.Array, ...]
@@ -255,7 +255,7 @@ class Pending:
     def replaced(
         self, entries: Entries, row_M: jax.Array, position_M: jax.Array, accepted_M: jax.Array
     ) -> Pending:
-        """Return the M ≤ P entries of another round; only `accepted_M` will be written."""
+        """Return the M ≤ P entries of a new round; only `accepted_M` will be written."""
 
         def put(old: jax.Array, new: jax.Array) -> jax.Array:
             new = constrain(new.astype(old.dtype), *ENTRY_AXES[: old.ndim])
@@ -282,7 +282,7 @@ class Entries:
     features: tuple[jax.Array, ...] = ()
 
     def take(self, part: slice, dtype: Any) -> Entries:
-        """Return some of the entries, as a cache of this type takes them."""
+        """Return a part of the entries, in the dtype and sharding of a cache."""
 
         def some(x: jax.Array) -> jax.Array:
             return constrain(x[part].astype(dtype), *ENTRY_AXES[: x.ndim])
@@ -297,7 +297,7 @@ def no_pending(
     feature_layers: tuple[int, ...] | None = None,
     zeros: Callable[..., Any] = jnp.zeros,
 ) -> Pending:
-    """Return P entries, none to be written; `zeros` as in `init`."""
+    """Return P entries with a count of 0; `zeros` as in `init`."""
     P, K, h = num_entries, config.num_kv_heads, config.head_dim
     features: tuple[jax.Array, ...] = ()
     if feature_layers is not None:
@@ -311,7 +311,7 @@ def no_pending(
 
 
 def _write_entries(cache: KVCache, pending: Pending, num_at_once: int | None = None) -> KVCache:
-    """Write entries, on a CPU so many at a time: its scatter takes dropped ones in turn too."""
+    """Write entries, on CPUs `num_at_once` per scatter, which visits dropped entries too."""
     P = len(pending.order_P)
     N = min(num_at_once or P, P)
 
@@ -354,9 +354,9 @@ def resize_layer(rows: jax.Array, row_B: jax.Array, *, num_positions: int, kind:
 
 
 def resize(cache: KVCache, row_B: jax.Array, num_positions: int) -> KVCache:
-    """Return the cache whose row b is row `row_B[b]`, cut or padded to `num_positions`.
+    """Return a cache with row `row_B[b]` as row b, cut or padded to `num_positions`.
 
-    Each buffer of `cache` is deleted once it is copied: two whole caches never exist.
+    Each buffer of `cache` is deleted once copied, so two whole caches never exist.
     """
 
     def one(rows: jax.Array, kind: Kind) -> jax.Array:

@@ -1,9 +1,9 @@
 """The arithmetic of a decoder layer: products with weights, sums, rotary positions, loops.
 
-XLA's products and reductions have orders that depend on the number of rows and on the program.
-`sum_in_order` has not, nor have the kernels of products (`models.kernels.products_cpu`,
-`products_tpu`). If a CPU's does not take the sizes, few rows are turned to columns: XLA's CPU packs
-its right operand.
+Products and reductions of XLA sum in orders that depend on the number of rows and on the program.
+`sum_in_order` and the product kernels (`models.kernels.products_cpu`, `products_tpu`) do not. If
+the CPU kernel does not take the sizes, few rows are turned into columns, because XLA on CPUs packs
+the right operand.
 
 Shape suffixes: B rows, T tokens, H heads, h head size, I inputs, O outputs, R rows, D model width,
 F feature width, N terms.
@@ -28,15 +28,15 @@ from reprise.models.layout import LONG_ROW_FEED_FORWARD_PARTS, LONG_ROW_TOKENS
 from reprise.models.sharding import Axes, by_device, platform_in_use
 
 FEW_ROWS = 64  # of inputs
-PRODUCT = "product"  # names the result of a product in order, for `models.training`
-ADDED_AT_ONCE = 16  # parts of a sum
+PRODUCT = "product"  # name of the result of a product in order, for `models.training`
+ADDED_AT_ONCE = 16  # parts of a sum per step
 
 
-PRODUCT_AXES = "batch", "vocab"  # logical ones of a product's rows, and of its outputs
+PRODUCT_AXES = "batch", "vocab"  # logical axes of the rows and the outputs of a product
 
 
 class Way(NamedTuple):
-    """A product's dtype, logical axes of its rows' first axis and of its outputs, and platform."""
+    """The dtype of a product, logical axes of its first row axis and its outputs, and platform."""
 
     dtype: Any
     axes: tuple[str, str] = PRODUCT_AXES
@@ -49,10 +49,10 @@ def linear(
     dtype: Any = None,
     axes: tuple[str, str] = PRODUCT_AXES,
 ) -> jax.Array:
-    """x · weightᵀ; [..., I] to [..., O] of `dtype`, by default x's.
+    """Return x · weightᵀ; [..., I] to [..., O] of `dtype`, by default the dtype of x.
 
-    An adapted weight adds scale · x · Aᵀ · Bᵀ, of several adapters the one of each row of x.
-    Kernels are split over a mesh by the logical `axes` of x's first axis and of the outputs.
+    An adapted weight adds scale · x · Aᵀ · Bᵀ, with the adapter of each row of x if it has several.
+    Kernels are split over a mesh by the logical `axes` of the first axis of x and of the outputs.
     """
     way = Way(dtype or x.dtype, axes)
     if not isinstance(weight_OI, Adapted):
@@ -66,7 +66,7 @@ def linear(
 
 
 def _product(way: Way, x: jax.Array, weight_OI: jax.Array, *more: jax.Array) -> jax.Array:
-    """Return x · wᵀ, and with `more`, inner and up_OR, inner · upᵀ added to it."""
+    """Return x · wᵀ, plus inner · upᵀ if `more` has inner and up_OR."""
     many = partial(_input_first, way.dtype)
     is_one_call = not more or platform_in_use() == "cpu"
     if is_one_call and is_in_order(x, weight_OI, *more):
@@ -83,14 +83,14 @@ def _product(way: Way, x: jax.Array, weight_OI: jax.Array, *more: jax.Array) -> 
 
 
 def is_in_order(x: jax.Array, *more: jax.Array) -> bool:
-    """Return whether the platform in use sums this product in one order, in any number of rows."""
+    """Return whether the platform in use sums this product in one order for any number of rows."""
     given = x, *more
     if (platform := platform_in_use()) == "cpu":
         from reprise.models.kernels import products_cpu  # numba: half a second to import
 
         return all(products_cpu.takes(y.shape[-1], y.dtype) for y in given)
     if platform != "tpu" or not sums_in_order_on_accelerators():
-        return platform == "cuda" and sums_in_order_on_accelerators()  # by XLA's one tile
+        return platform == "cuda" and sums_in_order_on_accelerators()  # by the single XLA tile
     from reprise.models.kernels import products_tpu  # Pallas: a second to import
 
     return all(products_tpu.takes(y.shape[-1], y.dtype) for y in given)
@@ -110,7 +110,7 @@ def _by_kernel(way: Way, *given: jax.Array) -> tuple[jax.Array]:
         from reprise.models.kernels import products_cpu
 
         return (products_cpu.product(*given).astype(way.dtype),)
-    if way.platform == "cuda":  # with XLA's one tile
+    if way.platform == "cuda":  # with the single XLA tile
         return (_input_first(way.dtype, *given),)
     from reprise.models.kernels import products_tpu
 
@@ -137,8 +137,8 @@ def _gradients_of_matrices(
 ) -> tuple[jax.Array, jax.Array]:
     """Return dx = dy · w and dw = dyᵀ · x of y = x · wᵀ.
 
-    Between matrices that exist: XLA's CPU would compute element-wise inputs again while it turns
-    them, on one core.
+    The barrier makes XLA compute the matrices first. On CPUs, XLA would otherwise compute
+    element-wise inputs again while it transposes them, on one core.
     """
     matrices = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
     dy_RO, x_RI = jax.lax.optimization_barrier(matrices)
@@ -152,7 +152,7 @@ _in_order.defvjp(_in_order_fwd, _in_order_bwd)
 
 
 def dense(x: Adapted) -> jax.Array:
-    """Return W + scale · B · A, added in float32 and rounded once to W's dtype."""
+    """Return W + scale · B · A, added in float32 and rounded once to the dtype of W."""
     up_OR, down_RI = (part.astype(jnp.float32) for part in (x.low.up_OR, x.low.down_RI))
     change_OI = x.scale * jnp.matmul(up_OR, down_RI, precision="highest")
     return (x.weight_OI.astype(jnp.float32) + change_OI).astype(x.weight_OI.dtype)
@@ -161,8 +161,8 @@ def dense(x: Adapted) -> jax.Array:
 def feed_forward(x: jax.Array, gate_FD: Any, up_FD: Any, down_DF: Any) -> jax.Array:
     """Return down · (silu(gate · x) * (up · x)); [..., D]; long rows by parts of the features.
 
-    Adapted weights have no parts: frozen, they have no gradients that parts would save. Nor have
-    products in order, since decoding has no parts.
+    Adapted weights are not cut into parts, because frozen weights have no gradients that parts
+    would save. Products in order are not cut either, because decoding has no parts.
     """
     weights = gate_FD, up_FD, down_DF
     is_whole = any(isinstance(weight, Adapted) for weight in weights)
@@ -194,10 +194,10 @@ def _turned_feed_forward(
 def _feed_forward_in_parts(
     x: jax.Array, gate_FD: jax.Array, up_FD: jax.Array, down_DF: jax.Array, parts: int
 ) -> jax.Array:
-    """Return `feed_forward`, a part of its features at a time, in the backward pass too.
+    """Return `feed_forward`, one part of the features at a time, also in the backward pass.
 
     So no array has all F features of all rows. Sums over parts are float32. `parts` divides F and
-    is the stride of a part's features, so that each shard has equally many in every part.
+    is the stride of the features of a part, so that every part has equally many on each shard.
     """
 
     def add(inputs: tuple, y: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
@@ -249,14 +249,14 @@ def _cut(weight_FD: jax.Array, parts: int) -> jax.Array:
 
 
 def _by_rows(few: Callable, many: Callable, x: jax.Array, *weights: jax.Array) -> jax.Array:
-    """Compute `few` if x has few rows and a CPU computes, else `many`."""
+    """Compute `few` if x has few rows and the platform is a CPU, else `many`."""
     if math.prod(x.shape[:-1]) > FEW_ROWS:
         return many(x, *weights)
     return jax.lax.platform_dependent(x, *weights, cpu=few, default=many)
 
 
 def _input_first(dtype: Any, x: jax.Array, weight_OI: jax.Array, *more: jax.Array) -> jax.Array:
-    """Compute `_product` as the backend does."""
+    """Compute `_product` with the order of the backend."""
     y = jnp.einsum(
         "...i,oi->...o", x, weight_OI, precision=precision_of(x), preferred_element_type=dtype
     )
@@ -264,24 +264,24 @@ def _input_first(dtype: Any, x: jax.Array, weight_OI: jax.Array, *more: jax.Arra
 
 
 def _weight_first(weight_OI: jax.Array, x_IR: jax.Array, dtype: Any) -> jax.Array:
-    """Return weight · x, [O, R]; the barrier keeps XLA from swapping the two."""
+    """Return weight · x, [O, R]; the barrier keeps XLA from swapping the operands."""
     precision = precision_of(x_IR)
     out_OR = jnp.matmul(weight_OI, x_IR, precision=precision, preferred_element_type=dtype)
     return jax.lax.optimization_barrier(out_OR)
 
 
 def _as_columns(x: jax.Array) -> jax.Array:
-    """Turn [..., I] to [I, R]."""
+    """Transpose [..., I] to [I, R]."""
     return x.reshape(-1, x.shape[-1]).T
 
 
 def _as_rows(x_OR: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Turn columns back to [*shape, O]."""
+    """Transpose columns back to [*shape, O]."""
     return x_OR.T.reshape(*shape, -1)
 
 
 def sum_in_order(x_N: jax.Array) -> jax.Array:
-    """Return Σ over the last axis of [..., N], N ≥ 1, in an order that N alone decides; [...]."""
+    """Return Σ over the last axis of [..., N], N ≥ 1, in an order that depends only on N; [...]."""
     while (length := x_N.shape[-1]) > 1:
         parts = min(ADDED_AT_ONCE, length)
         x_N = jnp.pad(x_N, [(0, 0)] * (x_N.ndim - 1) + [(0, -length % parts)])
@@ -293,9 +293,9 @@ def sum_in_order(x_N: jax.Array) -> jax.Array:
 def mean_square(x_D: jax.Array) -> jax.Array:
     """Return the mean of x² over the last axis, in float32; [..., 1].
 
-    CPUs sum in order, and accelerators that do.
+    CPUs sum in order, and so do accelerators with `sums_in_order_on_accelerators`.
     """
-    squares_D = jnp.square(x_D.astype(jnp.float32))  # exact of bfloat16, fused with a sum or not
+    squares_D = jnp.square(x_D.astype(jnp.float32))  # exact for bfloat16, fused with a sum or not
     in_order, default = partial(sum_in_order, squares_D), partial(jnp.sum, squares_D, axis=-1)
     if sums_in_order_on_accelerators():
         default = in_order
@@ -322,7 +322,7 @@ def _scaled_bwd(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.A
 
 
 def _sums_by_product(terms: jax.Array) -> jax.Array:
-    """Return Σ over all axes but the last: XLA's CPU adds up rows slowly."""
+    """Return Σ over all axes but the last by a product, because XLA on CPUs adds rows slowly."""
     terms_RD = terms.reshape(-1, terms.shape[-1])
     ones_1R = jnp.ones((1, len(terms_RD)), terms_RD.dtype)
     return jnp.matmul(ones_1R, jax.lax.optimization_barrier(terms_RD), precision="highest")[0]
@@ -334,8 +334,8 @@ scaled.defvjp(lambda x, weight_D: (x * weight_D, (x, weight_D)), _scaled_bwd)
 def rope_frequencies(config: ModelConfig) -> jax.Array:
     """Return the angular frequency of each pair, θ^(−2i/h); float32 [h/2].
 
-    Llama 3.1's `rope_type: llama3` slows wavelengths beyond original/low by `factor`, keeps those
-    below original/high, and mixes linearly between them.
+    `rope_type: llama3` of Llama 3.1 slows wavelengths beyond original/low by `factor`, keeps
+    wavelengths below original/high, and interpolates linearly between.
     """
     h = config.head_dim
     freq = config.rope_theta ** (-jnp.arange(0, h, 2, dtype=jnp.float32) / h)
@@ -349,7 +349,7 @@ def rope_frequencies(config: ModelConfig) -> jax.Array:
 
 
 def rope_turns(config: ModelConfig, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return cosine and sine of each pair's angle at each position; two [B, T, h/2]."""
+    """Return cosine and sine of the angle of each pair at each position; two [B, T, h/2]."""
     angle = positions_BT[..., None].astype(jnp.float32) * rope_frequencies(config)
     return jax.lax.platform_dependent(angle, cpu=_turns_once, default=_turns)
 
@@ -359,17 +359,17 @@ def _turns(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _turns_once(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Compute `_turns` in a branch: else XLA's CPU does it for every head in every layer."""
-    # Angles are finite: the first branch is always taken.
+    """Compute `_turns` in a branch, or XLA on CPUs repeats it for every head in every layer."""
+    # Angles are finite, so the first branch is always taken.
     is_finite = jnp.isfinite(angle.reshape(-1)[0])
     return jax.lax.cond(is_finite, _turns, lambda a: (a, a), angle)
 
 
 def rotate(x_BTHh: jax.Array, cos_BTh: jax.Array, sin_BTh: jax.Array) -> jax.Array:
-    """Turn the pairs (i, i + h/2) of each head by their angles; [B, T, H, h]."""
+    """Rotate the pairs (i, i + h/2) of each head by their angles; [B, T, H, h]."""
     first, second = jnp.split(x_BTHh.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos_BTh[:, :, None], sin_BTh[:, :, None]
-    if x_BTHh.dtype == jnp.bfloat16:  # exact products: a fused multiply-add has no other bits
+    if x_BTHh.dtype == jnp.bfloat16:  # exact products: a fused multiply-add gives the same bits
         cos, sin = (jax.lax.reduce_precision(x, 8, 15) for x in (cos, sin))
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x_BTHh.dtype)
@@ -378,9 +378,9 @@ def rotate(x_BTHh: jax.Array, cos_BTh: jax.Array, sin_BTh: jax.Array) -> jax.Arr
 def scan_after(body: Callable, totals: Any, xs: Any, *inputs: jax.Array) -> tuple[Any, Any]:
     """Return `jax.lax.scan` of `body(inputs, totals, x) -> (totals, y)`: (totals, stacked y).
 
-    `totals` are shapes (`jax.ShapeDtypeStruct`) and start as zeros, which exist no earlier than all
-    `inputs`: XLA would make one array of equal zeros at the program's start, and on GPUs one for
-    the loops of all layers.
+    `totals` are shapes (`jax.ShapeDtypeStruct`) and start as zeros, which are made only after all
+    `inputs`. Otherwise XLA makes one array of equal zeros when the program starts, and on GPUs one
+    array for the loops of all layers.
     """
     zero, inputs = jax.lax.optimization_barrier((jnp.zeros((), jnp.float32), inputs))
 

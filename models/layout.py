@@ -26,14 +26,14 @@ RULES: dict[str, Entry] = {
 }
 CACHE_AXES = ("batch", "kv_heads", None, None)  # of cached keys and values
 FEATURE_AXES = ("batch", None, None, "features")  # of cached hidden states
-ENTRY_AXES = (None, "kv_heads", None)  # of the keys and values of nodes; of hidden states, [P, W]
+ENTRY_AXES = (None, "kv_heads", None)  # keys and values of nodes; hidden states [P, W] use two axes
 CAUSAL_BLOCKS = 4
 MIN_BLOCK_TOKENS = 64  # shorter rows are one block
 # Attention and feed-forward run in pieces for rows of at least this many tokens.
 LONG_ROW_TOKENS = 4096
 LONG_ROW_BLOCK_TOKENS = 512  # of queries, and of keys
 LONG_ROW_FEED_FORWARD_PARTS = 4
-PAGE_BLOCK_POSITIONS = 512  # of a slot, that attention to pages reads at a time without a kernel
+PAGE_BLOCK_POSITIONS = 512  # of a slot, read at a time by paged attention without a kernel
 
 
 def mesh_axes(axes: Sequence[str | None]) -> list[Entry]:
@@ -48,7 +48,7 @@ def mesh_axes(axes: Sequence[str | None]) -> list[Entry]:
 def fitting_axes(
     sizes: Mapping[str, int], shape: Sequence[int], axes: Sequence[str | None]
 ) -> list[Entry]:
-    """Return `mesh_axes` without those that do not divide their dimension; `sizes` by mesh axis."""
+    """Return `mesh_axes`, None for dimensions that do not divide; `sizes` by mesh axis."""
     return [
         entry if (ways := entry_ways(sizes, entry)) > 1 and size % ways == 0 else None
         for size, entry in zip(shape, mesh_axes(axes), strict=True)
@@ -58,7 +58,7 @@ def fitting_axes(
 def shard_shape(
     sizes: Mapping[str, int], shape: Sequence[int], axes: Sequence[str | None]
 ) -> tuple[int, ...]:
-    """Return what one device holds of an array, on a mesh of these sizes by axis."""
+    """Return the shape of one shard of an array, on a mesh with these sizes by axis."""
     entries = fitting_axes(sizes, shape, axes)
     return tuple(n // entry_ways(sizes, entry) for n, entry in zip(shape, entries, strict=True))
 
@@ -69,7 +69,7 @@ def rollout_tensor(
     num_kv_heads: int,
     asked: int | Literal["auto"] = "auto",
 ) -> int:
-    """Return how many ways an engine's weights are split; the other ways split its requests.
+    """Return how many ways to split the weights of an engine; the other ways split its requests.
 
         auto = gcd(weight_ways, num_devices, num_kv_heads)
 
@@ -88,7 +88,7 @@ def rollout_tensor(
 
 
 def causal_block_tokens(num_tokens: int) -> int:
-    """Return the length of causal attention's blocks of queries; `num_tokens` for one block."""
+    """Return the number of queries in a block of causal attention; `num_tokens` for one block."""
     size = num_tokens // CAUSAL_BLOCKS
     return num_tokens if num_tokens % CAUSAL_BLOCKS or size < MIN_BLOCK_TOKENS else size
 
@@ -99,10 +99,10 @@ def axis_ways(sizes: Mapping[str, int], axis: str) -> int:
 
 
 def logits_axes(sizes: Mapping[str, int], vocab_size: int) -> tuple[str, str]:
-    """Return the logical axes of logits in training: of their rows, and of the vocabulary.
+    """Return the logical axes of logits in training: of the rows, and of the vocabulary.
 
-    Devices that share a copy of the weights split the vocabulary and have all their rows; if that
-    does not divide, each has its batch rows and under fsdp the whole head.
+    Devices that share a copy of the weights split the vocabulary and hold all rows of that copy; if
+    the vocabulary does not divide, each device holds its batch rows and under fsdp the whole head.
     """
     ways = entry_ways(sizes, RULES["logits"]) if sizes else 1
     return ("copies", "logits") if vocab_size % ways == 0 else ("batch", "vocab")

@@ -1,8 +1,8 @@
 """Low-rank adapters next to frozen weights: W x + (alpha / rank) · B (A x), by arXiv 2106.09685.
 
-An adapter is a tree like `Params` whose leaves are `LowRank`, None for weights without one.
-`models.config.with_adapters` puts it next to a policy's weights, and every forward pass applies it
-(`models.layers.linear`): base weights are stored once, whatever the number of adapters.
+An adapter is a tree like `Params` with `LowRank` leaves, and None for weights without an adapter.
+`models.config.with_adapters` pairs it with the weights of a policy, and every forward pass applies
+it (`models.layers.linear`). Base weights are stored once, whatever the number of adapters.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def init(config: ModelConfig, key: jax.Array, mesh: Mesh | None = None) -> Param
 
 
 def cut_to(adapter: Params, rank: int, targets: Sequence[str] = ()) -> Params:
-    """Return an adapter whose A and B are 0 beyond `rank`, and stay so in training.
+    """Return an adapter with A and B set to 0 beyond `rank`; training keeps these zeros.
 
-    The gradient of each is a product with the other. Weights of other parts than `targets`
-    (`LORA_TARGETS`), if there are any, keep no rank.
+    The gradient of each factor is a product with the other factor. Weights outside `targets`
+    (`LORA_TARGETS`) get rank 0; empty `targets` means all targets.
     """
     chosen = targets or tuple(LORA_TARGETS)
     trained = {f for target, fields in LORA_TARGETS.items() if target in chosen for f in fields}
@@ -63,22 +63,22 @@ def cut_to(adapter: Params, rank: int, targets: Sequence[str] = ()) -> Params:
 
 
 def with_places(config: ModelConfig, places: int) -> ModelConfig:
-    """Return a policy's config with room for so many adapters of its rank."""
+    """Return the config of a policy with room for `places` adapters of its rank."""
     assert config.lora is not None, "without adapters all weights are trained"
     return dataclasses.replace(config, lora=dataclasses.replace(config.lora, places=places))
 
 
 def no_adapters(config: ModelConfig, dtype: Any) -> Params:
-    """Return the adapters of a config with places, which change nothing as yet."""
+    """Return the zero adapters of a config with places, which change nothing yet."""
     return jax.tree.map(lambda spec: jnp.zeros(spec.shape, dtype), lora_specs(config))
 
 
 @partial(jax.jit, donate_argnames="places")
 def put_adapter(places: Params, adapter: Params, place: jax.Array) -> Params:
-    """Return the adapters of all places with this one in one of them.
+    """Return the adapters of all places, with `adapter` at `place`.
 
-    B is finite in every place: rows of other places multiply it by 0. Where B is not, A is NaN, and
-    so are the results of the adapter's own rows.
+    B is finite in every place, because rows of other places multiply it by 0. If B has a value that
+    is not finite, A becomes NaN, and so do the results of the rows with this adapter.
     """
 
     def one(wide: LowRank, low: LowRank) -> LowRank:
@@ -97,10 +97,10 @@ def put_adapter(places: Params, adapter: Params, place: jax.Array) -> Params:
 
 
 def for_rows(config: ModelConfig, params: Params, place_X: jax.Array) -> Params:
-    """Return weights for a batch whose rows each have the adapter of one place, int32 [X].
+    """Return weights for a batch with one adapter per row, from the places int32 [X].
 
-    A row's products with the ranks of the others are replaced by 0, whatever they are. With one
-    place nothing changes.
+    The products of a row with the ranks of other places are replaced by 0, even if they are NaN.
+    With one place nothing changes.
     """
     if config.lora is None or config.lora.places == 1:
         return params
@@ -119,7 +119,7 @@ def is_adapted(x: Any) -> bool:
 
 
 def trained_part(params: Params) -> Params:
-    """Return the weights of a policy that training changes: its adapter, or all without one."""
+    """Return the weights of a policy that training changes: the adapter if it has one, else all."""
     adapter: Params = jax.tree.map(
         lambda x: x.low if is_adapted(x) else None, params, is_leaf=is_adapted
     )
@@ -127,9 +127,9 @@ def trained_part(params: Params) -> Params:
 
 
 def merge(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
-    """Return plain weights, and their config.
+    """Return plain weights and their config.
 
-    An adapted head that was tied to the embedding becomes a weight itself.
+    An adapted head that was tied to the embedding becomes a separate weight.
     """
     if is_adapted(params.head_VD):
         params = dataclasses.replace(params, head_VD=transformer.head_weight(params))
@@ -141,7 +141,7 @@ def merge(config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
 def load_merged(
     folder: Path, config: ModelConfig, adapter: Params, mesh: Mesh | None = None
 ) -> tuple[ModelConfig, Params]:
-    """Return the policy of a folder in float32 with an adapter merged into it, and its config."""
+    """Return the policy of a folder in float32 with a merged adapter, and its config."""
     assert config.lora is not None
     base = hf.load_pretrained(folder, mesh, dtype=jnp.float32)[1]
     return merge(config, with_adapters(base, adapter, config.lora))

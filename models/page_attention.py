@@ -19,7 +19,7 @@ from reprise.models.attention import PartialSoftmax, merged, partial_attention
 from reprise.models.kernels import NEGATIVE
 from reprise.models.layout import PAGE_BLOCK_POSITIONS
 
-KERNEL_NODES = 64  # of a slot, that a kernel takes at a time
+KERNEL_NODES = 64  # the most nodes of a slot that a kernel takes
 
 
 def attend_pages(
@@ -31,8 +31,8 @@ def attend_pages(
 ) -> PartialSoftmax:
     """Return the softmax over the first `length` positions of each slot, in the pages of `table`.
 
-    Table entries after a slot's positions may be anything. Call it inside `jax.shard_map` on a
-    mesh.
+    Table entries beyond the positions of a slot are arbitrary. On a mesh, call this inside
+    `jax.shard_map`.
     """
     paths = _kernels(q_BWHh.shape[3], keys_PKTh.shape[2], keys_PKTh.dtype)
     inputs = q_BWHh.astype(keys_PKTh.dtype), keys_PKTh, values_PKTh, table_BN, length_B
@@ -50,10 +50,10 @@ def append_and_attend(
     table_BN: jax.Array,
     position_B: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Write an entry of each slot, and attend from its node to all positions up to it.
+    """Write one entry per slot, and attend from its node to all positions up to it.
 
-    Returns attention of the pages' dtype, [B, 1, H, h], keys and values. Slots without a page at
-    their position write nothing and get 0. Call it inside `jax.shard_map` on a mesh.
+    Returns attention in the dtype of the pages, [B, 1, H, h], keys and values. Slots without a page
+    at their position write nothing and get 0. On a mesh, call this inside `jax.shard_map`.
     """
     (P, _, T, h), dtype = keys_PKTh.shape, keys_PKTh.dtype
     place = place_of(table_BN, jnp.arange(len(position_B)), position_B, keys_PKTh)
@@ -79,7 +79,7 @@ def append_and_attend(
 def place_of(
     table_BN: jax.Array, row_X: jax.Array, position_X: jax.Array, pages_PKTh: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the page and offset of positions of slots; page P if a position has none."""
+    """Return the page and offset of positions of slots; page P if a position has no page."""
     (B, N), (P, _, T, _) = table_BN.shape, pages_PKTh.shape
     nth_X = position_X // T
     inside_X = (row_X >= 0) & (row_X < B) & (position_X >= 0) & (nth_X < N)
@@ -92,7 +92,7 @@ def write_entries(
 ) -> jax.Array:
     """Write entries to (page, offset); drop entries without a page."""
     own_X = jnp.where(page_X < 0, len(pages_PKTh), page_X)
-    # an index for the heads too: TPUs would copy all pages to write windows across them
+    # index the heads as well: TPUs would copy all pages to write windows across heads
     head_K = jnp.arange(pages_PKTh.shape[1])
     at = pages_PKTh.at[own_X[:, None], head_K, offset_X[:, None]]
     return at.set(new_XKh.astype(pages_PKTh.dtype), mode="drop")
@@ -104,7 +104,7 @@ def _as_tuple(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _kernels(head_dim: int, page_tokens: int, dtype: Any) -> dict[str, Callable[..., Any]]:
-    """Return the kernels that take these sizes, by platform; nothing else imports them."""
+    """Return the kernels that take these sizes, by platform; imports Pallas on the first call."""
     from reprise.models.kernels import page_attention_gpu, page_attention_tpu
     from reprise.models.kernels.hopper import is_hopper
 
@@ -117,7 +117,7 @@ def _kernels(head_dim: int, page_tokens: int, dtype: Any) -> dict[str, Callable[
 
 
 def _some_nodes_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the kernel for any number of nodes: it gets a slot's nodes as several slots."""
+    """Return a kernel for any number of nodes, which passes them as several slots."""
 
     def attend(
         q_BWHh: jax.Array,
@@ -168,7 +168,7 @@ def _portable(
     )
     blocks = (jnp.max(length_B) + C * T - 1) // (C * T)
     result = jax.lax.fori_loop(0, blocks, step, none)
-    some_B111 = (length_B > 0)[:, None, None, None]  # if all keys are masked they weigh the same
+    some_B111 = (length_B > 0)[:, None, None, None]  # if all keys are masked, weights are equal
     return PartialSoftmax(
         jnp.where(some_B111, result.out, 0), result.top, jnp.where(some_B111, result.total, 0)
     )

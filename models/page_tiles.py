@@ -1,14 +1,14 @@
-"""Tokens of slots in tiles, and the positions that each tile reads, for kernels of accelerators.
+"""Tokens of slots in tiles, and the positions that each tile reads, for accelerator kernels.
 
-Tokens that the cache does not hold are paths of a tree: a token's first child continues its path,
-other children start one. Each path has side blocks: copies of the slot's positions from the block
-of its length on, with the path's tokens at their places, on a TPU in its kernel's buffers alone. So
-a query meets each key at the same place of the same block as if all had been decoded, and finds the
-same bits (`models.kernels.hopper`, `models.kernels.softmax_tpu`).
+Tokens that the cache does not hold form paths of a tree: the first child of a token continues its
+path, other children start new paths. Each path has side blocks: copies of the slot positions after
+the last whole cached block, with the tokens of the path at their places. On a TPU, these blocks are
+only in kernel buffers. So a query meets each key at the same place of the same block as if all had
+been decoded, and computes the same bits (`models.kernels.hopper`, `models.kernels.softmax_tpu`).
 
-X tokens, B slots, N tiles of A tokens, Y = A·G rows of a tile, S paths, E positions of a path's
-blocks, R positions of a block, P pages, T positions of a page, K key/value heads, G = H/K query
-heads of one, h head size.
+X tokens, B slots, N tiles of A tokens, Y = A·G rows of a tile, S paths, E positions in the blocks
+of a path, R positions of a block, P pages, T positions of a page, K key/value heads, G = H/K query
+heads per key/value head, h head size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from reprise.models.kernels.hopper import ROWS
 from reprise.models.kernels.page_reads import Paths, Reads
 from reprise.models.kernels.softmax_tpu import KEYS
 
-PATHS_AT_ONCE = 16  # that are copied
+PATHS_AT_ONCE = 16  # paths copied per step
 TPU_TOKENS = 64  # of a tile
 
 
@@ -41,7 +41,7 @@ def attend(
     *,
     interpret: Any = None,
 ) -> jax.Array:
-    """Return the attention of tokens to all before them and themselves, [X, H, h]; of no row: 0."""
+    """Return the attention of tokens to positions up to themselves, [X, H, h]; 0 without a row."""
     (X, H, h), K, dtype = q_XHh.shape, k_XKh.shape[1], keys_PKTh.dtype
     is_tpu, group = platform == "tpu", H // K
     block, max_tokens = (KEYS, TPU_TOKENS) if is_tpu else (ROWS, ROWS // group)
@@ -50,7 +50,7 @@ def attend(
     if after.num_paths:
         paths = SidePaths.of(after, tiles, table_BN, keys_PKTh, block)
         pairs = (keys_PKTh, k_XKh), (values_PKTh, v_XKh)
-        # a TPU's kernel puts the tokens to their places
+        # the TPU kernel puts the tokens in their places
         new = [paths.source_SE, k_XKh, v_XKh] if is_tpu else [paths.copies(*x) for x in pairs]
     N, A = tiles.token_NA.shape
     q_NAHh = jnp.take(q_XHh.astype(dtype), tiles.token_NA, axis=0, mode="clip")
@@ -67,7 +67,7 @@ def attend(
 class Tiles:
     """The row, position, tile and place of each token, and the token of each place; int32.
 
-    Rows are −1 of tokens whose result is 0; places without a token have token X.
+    Rows are −1 for tokens with a result of 0; places without a token have token X.
     """
 
     row_X: jax.Array
@@ -84,13 +84,13 @@ class Tiles:
         row_X = jnp.where(row_X < num_slots, row_X, -1)
         ups, depth_X = _ancestors(after.parent_X, after.width)
         at_X = jnp.arange(X, dtype=jnp.int32)
-        # each run of a row's tokens starts a tile
+        # each run of tokens of one row starts a tile
         begins_X = jnp.concatenate([jnp.ones(1, bool), row_X[1:] != row_X[:-1]])
         rank_X = at_X - jax.lax.cummax(jnp.where(begins_X, at_X, 0))
         place_X, is_own_X = rank_X % size, row_X >= 0
         runs = after.num_runs or num_slots
         N = min(runs * -(-after.width // size), runs + X // size)
-        N += N % 2  # the two cores of a TPU share them
+        N += N % 2  # the two cores of a TPU share the tiles
         tile_X = jnp.cumsum((place_X == 0) & is_own_X).astype(jnp.int32) - 1
         none_NA = jnp.full((N, size), X, jnp.int32)
         token_NA = none_NA.at[jnp.where(is_own_X, tile_X, N), place_X].set(at_X, mode="drop")
@@ -101,11 +101,11 @@ class Tiles:
         return jnp.where(self.row_X < 0, -1, self.length_X + self.depth_X)
 
     def by_place(self, x_X: jax.Array) -> jax.Array:
-        """Return a number of each token by its place, −1 of none; [N, A]."""
+        """Return one number per token by place, −1 for empty places; [N, A]."""
         return jnp.take(x_X, self.token_NA, mode="fill", fill_value=-1)
 
     def by_row(self, paths: SidePaths | None, group: int) -> list[jax.Array]:
-        """Return the position and the path of each row of tiles, −1 of none; [N, Y]."""
+        """Return the position and the path of each row of tiles, −1 for empty rows; [N, Y]."""
         path_X = jnp.zeros_like(self.row_X) if paths is None else paths.path_X
         return [jnp.repeat(self.by_place(x), group, axis=1) for x in (self.position_X, path_X)]
 
@@ -123,10 +123,11 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class SidePaths:
-    """The paths of slots, one after the other, and where their positions come from; int32.
+    """The paths of slots, in slot order, and the sources of their positions; int32.
 
-    `path_X` numbers a slot's paths. `source_SE` is the token of a position of a path's blocks, X of
-    none, and −1 of positions in block `block_S` of the pages, the slot's last.
+    `path_X` numbers the paths of a slot. `source_SE` is the token at a position in the blocks of a
+    path, X for no token, and −1 for positions in block `block_S` of the pages, the last block of
+    the slot.
     """
 
     path_X: jax.Array
@@ -144,7 +145,7 @@ class SidePaths:
         # a path may start at any position of a block
         S, E = after.num_paths, -(-(block - 1 + after.width) // block) * block
         parent_X = after.parent_X
-        first_X = X - 1 - _last(parent_X[::-1], X)  # children
+        first_X = X - 1 - _last(parent_X[::-1], X)  # first child of each token
         goes_on_X = (parent_X >= 0) & (first_X[parent_X] == at_X)
         head_X = jnp.where(goes_on_X, parent_X, at_X)
         for _ in tiles.ups:
@@ -153,7 +154,7 @@ class SidePaths:
         path_X = (jnp.cumsum(begins_X).astype(jnp.int32) - 1)[head_X]
         num_B = jnp.sum(begins_X & (row_X == jnp.arange(B)[:, None]), axis=1, dtype=jnp.int32)
         first_B = (jnp.cumsum(num_B) - num_B).astype(jnp.int32)
-        # the last token of a path has all the others above it
+        # all other tokens of a path are ancestors of its last token
         tip_S = jnp.maximum(_last(jnp.where(row_X < 0, -1, path_X), S), 0)
         length_S = tiles.length_X[tip_S]
         block_S = length_S // block
@@ -163,7 +164,7 @@ class SidePaths:
             token_SW = jnp.where((left_SW >> i) & 1 == 1, up_X[token_SW], token_SW)
         token_SW = jnp.where(left_SW < 0, X, token_SW)
         depth_SE = (block_S * block - length_S)[:, None] + jnp.arange(E)
-        # a sum of one number and zeros: accelerators are slow at gathers of numbers
+        # a sum of one number and zeros, because accelerators gather single numbers slowly
         is_at_SEW = depth_SE[:, :, None] == jnp.arange(after.width)
         source_SE = jnp.sum(jnp.where(is_at_SEW, token_SW[:, None] - X, 0), axis=2) + X
         source_SE = jnp.where(depth_SE < 0, -1, source_SE)
@@ -174,7 +175,7 @@ class SidePaths:
         return SidePaths(path_X, num_B, first_B, source_SE, page_S * each + block_S % each)
 
     def copies(self, pages_PKTh: jax.Array, new_XKh: jax.Array) -> jax.Array:
-        """Return the keys or values of as many paths as there are, [S · E / R, K, R, h]."""
+        """Return the keys or values of all existing paths, [S · E / R, K, R, h]."""
         (S, E), (P, K, T, h), X = self.source_SE.shape, pages_PKTh.shape, len(new_XKh)
         n, each, dtype = min(PATHS_AT_ONCE, S), T // ROWS, pages_PKTh.dtype
         held = pages_PKTh.reshape(P, K, each, ROWS, h)
@@ -197,13 +198,13 @@ class SidePaths:
 
 
 def _last(group_X: jax.Array, num_groups: int) -> jax.Array:
-    """Return the last member of each group, −1 without one: accelerators are slow at scatters."""
+    """Return the last member of each group, −1 if empty; scatters are slow on accelerators."""
     is_in_GX = group_X == jnp.arange(num_groups)[:, None]
     return jnp.max(jnp.where(is_in_GX, jnp.arange(len(group_X), dtype=jnp.int32), -1), axis=1)
 
 
 def _ancestors(parent_X: jax.Array, width: int) -> tuple[list[jax.Array], jax.Array]:
-    """Return each token's 2^i-th ancestor, or root, for i = 0, 1, …; and its depth < `width`."""
+    """Return the 2^i-th ancestor or root of each token, i = 0, 1, …, and its depth < `width`."""
     X = len(parent_X)
     up_X = jnp.where(parent_X < 0, jnp.arange(X, dtype=jnp.int32), parent_X)
     depth_X, ups = (parent_X >= 0).astype(jnp.int32), [up_X]

@@ -1,9 +1,10 @@
 """The key/value cache in pages: memory follows the live positions, not the longest request.
 
-A page holds T positions, keys and values alike `[page, kv_head, position, head_dim]`, one array a
-layer. `table_BN` has the page of positions n·T … n·T + T − 1 of a slot; −1: none. The host decides
-on it (spec.page_table); slots may share pages that are no longer written. Each part of a mesh's
-batch axes has a part of the slots and their pages, so that reads and writes need no collective.
+A page holds T positions; keys and values are both `[page, kv_head, position, head_dim]`, one array
+per layer. `table_BN` has the page of positions n·T … n·T + T − 1 of a slot, or −1. The host sets
+the table (spec.page_table); slots may share pages that are no longer written. Each part of the
+batch axes of a mesh has a part of the slots and their pages, so that reads and writes need no
+collective.
 
 Shape suffixes: B slots, N pages of a slot, P pages in all, T positions of a page, W nodes of a
 slot, X entries, L layers, K key/value heads, H query heads, h head size, F feature width.
@@ -46,7 +47,7 @@ from reprise.models.page_attention import append_and_attend, attend_pages, place
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """A layer of a `PagedCache`; `anywhere`: rows of the table are slots of any part of a mesh."""
+    """A layer of a `PagedCache`; with `anywhere`, table rows are slots of any part of a mesh."""
 
     keys_PKTh: jax.Array
     values_PKTh: jax.Array
@@ -54,7 +55,7 @@ class Pages:
     anywhere: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def of_prefix(self, q_BWHh: jax.Array, length_B: jax.Array) -> PartialSoftmax:
-        """Attend from W nodes of each slot to its first `length` positions."""
+        """Attend from W nodes of each slot to the first `length` positions of the slot."""
         split = Split.of_cache(self.keys_PKTh)
         row = None if self.anywhere else 0
         assert self.anywhere or len(q_BWHh) % split.ways == 0, (
@@ -69,7 +70,7 @@ class Pages:
                 result = attend_pages(q, k, v, table, length)
                 return result.out, result.top, result.total
             result = attend_pages(q, k, v, table, jnp.where(table[:, 0] < 0, 0, length))
-            top = jax.lax.pmax(result.top, split.batch)  # one part has a slot's pages, others none
+            top = jax.lax.pmax(result.top, split.batch)  # only one part has the pages of a slot
             return (
                 jax.lax.psum(result.out, split.batch),
                 top,
@@ -83,7 +84,7 @@ class Pages:
     def of_chunks(
         self, q_TCHh: jax.Array, slot_T: jax.Array, length_T: jax.Array
     ) -> PartialSoftmax:
-        """Attend from C tokens to the first `length` positions of a slot, for T of these."""
+        """Attend from each of T chunks of C tokens to the first `length` positions of its slot."""
         table_TN = jnp.take(self.table_BN, slot_T, axis=0)
         of_slots = dataclasses.replace(self, table_BN=table_TN, anywhere=True)
         return of_slots.of_prefix(q_TCHh, length_T)
@@ -91,7 +92,7 @@ class Pages:
     def of_new(
         self, q_XHh: jax.Array, k_XKh: jax.Array, v_XKh: jax.Array, after: After, portable: Portable
     ) -> jax.Array:
-        """Attend from X tokens to all before them and themselves; `portable` if no kernel does."""
+        """Attend from X tokens to all positions up to themselves; `portable` if no kernel does."""
         new, held = (q_XHh, k_XKh, v_XKh), (self.keys_PKTh, self.values_PKTh)
         has_own_slots = not self.anywhere
         table = self.table_BN
@@ -104,12 +105,12 @@ class Pages:
         v_BNKh: jax.Array,
         start_B: jax.Array,
     ) -> tuple[Pages, jax.Array]:
-        """Write N entries of each slot from `start` on; attend from each node to all up to it.
+        """Write N entries of each slot from `start` on; attend from each node up to itself.
 
-        Slots without a page there write nothing, and get 0 if N is 1.
+        Slots without a page at `start` write nothing, and get 0 if N is 1.
         """
         platform = is_in_order(q_BNHh.dtype, self.values_PKTh, is_paged=True)
-        if q_BNHh.shape[1] > 1 or platform not in (None, "tpu"):  # TPUs have a kernel for both
+        if q_BNHh.shape[1] > 1 or platform not in (None, "tpu"):  # TPUs have one kernel for both
             return self._append_window(q_BNHh, k_BNKh, v_BNKh, start_B)
         assert not self.anywhere, "slots are written on their own part of a mesh"
         split = Split.of_cache(self.keys_PKTh)
@@ -158,7 +159,7 @@ class Pages:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedStates:
-    """The features of slots in pages; `shape` is [B, 1, S, F], as it would be in rows."""
+    """The features of slots in pages; `shape` is [B, 1, S, F], as if in rows."""
 
     pages_P1TF: jax.Array
     table_BN: jax.Array
@@ -199,12 +200,12 @@ class PagedCache:
 
     @property
     def num_positions(self) -> int:
-        """The most positions of a slot."""
+        """The maximum number of positions of a slot."""
         return self.table_BN.shape[1] * self.page_tokens
 
     @property
     def states(self) -> PagedStates:
-        """The features of all slots, for `models.kv_cache.state_windows`; there must be any."""
+        """The features of all slots, for `models.kv_cache.state_windows`; they must exist."""
         [pages_P1TF] = self.features
         return PagedStates(pages_P1TF, self.table_BN)
 
@@ -228,7 +229,7 @@ class PagedCache:
 
     def written(self, pending: Pending) -> Self:
         """Write the accepted entries to their slots and positions."""
-        P = len(pending.order_P)  # after the accepted ones it has leftovers of earlier rounds
+        P = len(pending.order_P)  # after the accepted entries, it has leftovers of earlier rounds
         accepted_P = jnp.where(jnp.arange(P) < pending.count, pending.order_P, P)
         is_accepted_P = jnp.zeros(P, bool).at[accepted_P].set(True, mode="drop")
         row_P = jnp.where(is_accepted_P, pending.row_P, self.num_slots)
@@ -265,7 +266,7 @@ def init(
     feature_layers: tuple[int, ...] | None,
     zeros: Callable[..., Any],
 ) -> PagedCache:
-    """Return a cache whose slots have no page; arguments as of `models.kv_cache.init`."""
+    """Return a cache without pages in its slots; arguments as in `models.kv_cache.init`."""
     P, K, T, h = num_pages, config.num_kv_heads, page_tokens, config.head_dim
     features: tuple[jax.Array, ...] = ()
     if feature_layers is not None:
@@ -280,13 +281,13 @@ def init(
 
 
 def places_of_windows(start_B: jax.Array, num_tokens: int) -> tuple[jax.Array, jax.Array]:
-    """Return the rows and positions of N tokens of each of B rows, from `start` on; [B · N]."""
+    """Return the rows and positions of N tokens in each of B rows from `start` on; [B · N]."""
     position_BN = start_B[:, None] + jnp.arange(num_tokens)
     return jnp.repeat(jnp.arange(len(start_B)), num_tokens), position_BN.reshape(-1)
 
 
 def pinned(cache: Cache) -> Cache:
-    """Pin all arrays to the sharding of models.layout: a loop's results may be on other shards."""
+    """Pin all arrays to the sharding of models.layout, as loop results may be on other shards."""
     if isinstance(cache, PagedCache):
         return map_pages(pin, cache)
     return kv_cache.map_arrays(pin, cache)
@@ -298,7 +299,7 @@ def put_entries(
     place: tuple[jax.Array, jax.Array],
     kind: Kind = VALUES,
 ) -> jax.Array:
-    """Write entries to (page, offset); drop entries of page P."""
+    """Write entries to (page, offset); drop entries with page P."""
     page_X, offset_X = place
     split = Split.of_cache(pages_PKTh)
     pages, new = split.spec(batch=0, heads=1), split.spec(heads=1)
@@ -311,5 +312,5 @@ def put_entries(
 
 
 def map_pages(one: Callable[..., jax.Array], cache: PagedCache, *more: PagedCache) -> PagedCache:
-    """Map `one(pages, *pages of the others, kind)` over all arrays of pages."""
+    """Map `one(pages, *other_pages, kind)` over all arrays of pages."""
     return kv_cache.map_arrays(one, cache, *more, keys=VALUES)

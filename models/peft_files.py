@@ -1,8 +1,8 @@
 """Adapters as folders that `peft` and `transformers` load: adapter_config.json and safetensors.
 
-An adapter of peft is read with the product that peft computes, scale · B · A, or it is refused:
-each entry of adapter_config.json is one that changes no product, has one of the values that plain
-LoRA has, or is off.
+An adapter of peft is read with the product that peft computes, scale · B · A, or it is refused.
+Each entry of adapter_config.json must have no effect on products, have one of the values of plain
+LoRA, or be off.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_ALPHA = 1e6
 _PREFIX = "base_model.model."
 _BASE = "base_digest"  # in the header of the weights
 _READ = ("r", "lora_alpha", "use_rslora", "target_modules", "base_model_name_or_path")
-_NO_PRODUCT = (  # entries that name files, describe training, or belong to one that is off
+_NO_PRODUCT = (  # entries that name files, describe training, or belong to a feature that is off
     *("auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout"),
     *("megatron_core", "qalora_group_size", "eva_config", "runtime_config"),
 )
@@ -42,7 +42,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none",),
-    # the others (pissa, olora, corda, loftq, lora_ga) change the weights of the base too
+    # other values (pissa, olora, corda, loftq, lora_ga) also change the base weights
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
 }
 _OFF: tuple[Any, ...] = (None, False, "", [], {})
@@ -51,7 +51,7 @@ _MERGE = "fix: merge it into its base with peft, and give the merged folder as t
 
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """The policy that an adapter's folder names: a name, and a digest if we wrote the folder."""
+    """The policy that an adapter folder names, with its digest if Reprise wrote the folder."""
 
     name: str
     digest: str = ""
@@ -60,9 +60,10 @@ class Base:
 def write(
     directory: Path, config: ModelConfig, adapter: Params, base: str, base_digest: str = ""
 ) -> None:
-    """Write an adapter of the policy named `base`, in the lowest rank that has all of it.
+    """Write an adapter of the policy named `base`, with the lowest rank that represents it.
 
-    Ranks that are 0 in all of A and B (`models.lora.cut_to`) are left out; the scale is the same.
+    The last ranks that are 0 in all A and B (`models.lora.cut_to`) are left out; the scale is the
+    same.
     """
     import jax
 
@@ -93,11 +94,11 @@ def write(
 
 
 def read(directory: Path, config: ModelConfig, mesh: Mesh | None = None) -> Params:
-    """Return an adapter of the policy's shape, in float32, with the product that peft computes.
+    """Return an adapter of the policy shape, in float32, with the product that peft computes.
 
-    peft's scale is α / r, and α / √r with `use_rslora`. B is multiplied by peft's scale over the
-    policy's, and a lower rank than the policy's is filled with zeros, which stay in training.
-    Raises FileNotFoundError, or ValueError for another adapter than plain LoRA of the same weights.
+    The scale of peft is α / r, or α / √r with `use_rslora`. B is multiplied by the scale of peft
+    over the policy scale. A lower rank is padded with zeros, which stay zero in training. Raises
+    FileNotFoundError, or ValueError for anything but plain LoRA of the same weights.
     """
     import jax
     import jax.numpy as jnp
@@ -146,7 +147,7 @@ def names(config: ModelConfig) -> Iterator[str]:
 
 
 def _modules(config: ModelConfig) -> Iterator[str]:
-    """Yield the name of each module with an adapter, as it is in the policy's own weights."""
+    """Yield the name of each module with an adapter, as in the weights of the policy."""
     specs = lora_specs(config)
     pairs = [(f"model.layers.{i}.", vars(layer)) for i, layer in enumerate(specs.layers)]
     for prefix, fields in [*pairs, ("", {"head_VD": specs.head_VD})]:
@@ -179,7 +180,7 @@ def _lowest_rank(lora: LoraShape, adapter: Params) -> LoraShape:
 
 
 def _with_rank(adapter: Params, rank: int, ratio: float) -> Params:
-    """Return an adapter cut or filled to a rank, with B times `ratio`."""
+    """Return an adapter cut or padded to a rank, with B times `ratio`."""
     import jax
     import jax.numpy as jnp
 
@@ -199,7 +200,7 @@ def _with_rank(adapter: Params, rank: int, ratio: float) -> Params:
 
 
 def _read_scale(directory: Path, content: Mapping[str, Any], lora: LoraShape) -> tuple[int, float]:
-    """Return rank and scale of plain LoRA. Raises ValueError for another kind, or another rank."""
+    """Return rank and scale of plain LoRA. Raises ValueError for another kind or a higher rank."""
     file = directory / CONFIG
     for name in dict.fromkeys(("peft_type", *content)):
         values = _VALUES.get(name, _OFF)
@@ -228,14 +229,14 @@ def _read_scale(directory: Path, content: Mapping[str, Any], lora: LoraShape) ->
 
 
 def _is_among(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """Return whether a JSON value is one of these; 0 and 1 are no booleans."""
+    """Return whether a JSON value is among `allowed`; 0 and 1 are not booleans."""
     return any(type(value) is type(x) and value == x for x in allowed)
 
 
 def _check_modules(directory: Path, wanted: Any, config: ModelConfig) -> None:
     """Raise ValueError unless `target_modules` are the modules that have tensors.
 
-    Names are compared as peft does: a module's own, or its end after a dot.
+    Names are compared as peft does: a name matches a whole module name, or its end after a dot.
     """
     assert config.lora is not None
     own = list(_modules(config))

@@ -1,15 +1,15 @@
-"""Attention over long packed rows, block by block: memory grows linearly with their length.
+"""Attention over long packed rows, block by block: memory grows linearly with the row length.
 
-A pair of a block of queries and one of keys is skipped if no position sees another. Forward keeps a
-running maximum and sum; backward computes the scores again. TPUs, Hopper GPUs and CPUs have kernels
-(`models.kernels`); the portable path below is their reference.
+A pair of a query block and a key block is skipped if no query sees a key. The forward pass keeps a
+running maximum and sum; the backward pass computes the scores again. TPUs, Hopper GPUs and CPUs
+have kernels (`models.kernels`); the portable path below is their reference.
 
     forward    out = Σ_s 2^(score_s log₂e − top) v_s / Σ,   lse = top/log₂e + log Σ
     backward   p = e^(score − lse),  δ = Σ_h dout · out
                dv += pᵀ dout,  ds = p (dout vᵀ − δ),  dq += ds k,  dk += dsᵀ q
 
-B rows, T positions, n blocks, C positions of a block of queries or keys (S if both meet), H heads,
-K key/value heads, G = H/K, h head size.
+B rows, T positions, n blocks, C positions of a block of queries or keys (S for keys if both occur),
+H heads, K key/value heads, G = H/K, h head size.
 Sources: arXiv 1805.02867 (running softmax), arXiv 2205.14135 (blocks, and the backward pass).
 """
 
@@ -38,7 +38,7 @@ from reprise.models.layers import scan_after
 from reprise.models.layout import LONG_ROW_BLOCK_TOKENS, LONG_ROW_TOKENS, shard_shape
 from reprise.models.sharding import Axes, by_device, platform_in_use, sizes_in_use
 
-PLATFORMS = ("tpu", "cuda", "cpu")  # that have kernels
+PLATFORMS = ("tpu", "cuda", "cpu")  # with kernels
 _QUERY_AXES: Axes = ("batch", None, "heads", None)
 _KEY_AXES = ("batch", None, "kv_heads", None)
 _SUM_AXES = ("batch", "heads", None)
@@ -51,7 +51,7 @@ _BACKWARD_AXES = *_FORWARD_AXES, _QUERY_AXES, _SUM_AXES, _QUERY_AXES
 def attend_rows(
     q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, packing: Packing
 ) -> jax.Array:
-    """Return softmax(q·k/√h)·v over s ≤ t of its prompt that are shared or of its response."""
+    """Return softmax(q·k/√h)·v over s ≤ t in the prompt of t, shared or in the response of t."""
     return _attend_fwd(q_BTHh, k_BTKh, v_BTKh, packing)[0]
 
 
@@ -73,9 +73,10 @@ attend_rows.defvjp(_attend_fwd, _attend_bwd)
 
 
 def is_faster(config: ModelConfig, num_tokens: int, dtype: Any) -> bool:
-    """Return whether rows of T tokens are better attended here than under a mask.
+    """Return whether this attention is faster than a mask for rows of T tokens.
 
-    Long ones are, and on CPUs, and accelerators that sum in order, every row that the kernel takes.
+    It is for long rows, and on CPUs and accelerators that sum in order for every row that the
+    kernel takes.
     """
     if num_tokens >= LONG_ROW_TOKENS:
         return True
@@ -86,7 +87,7 @@ def is_faster(config: ModelConfig, num_tokens: int, dtype: Any) -> bool:
 
 
 def segment_tokens() -> int:
-    """Return the multiple of positions at which segments of rows start (`rl.records.packing`)."""
+    """Return the multiple of positions at which row segments start (`rl.records.packing`)."""
     if (platform := platform_in_use()) == "cpu" or not sums_in_order_on_accelerators():
         return 1
     from reprise.models.kernels import hopper, softmax_tpu  # Pallas: a second to import
@@ -95,8 +96,8 @@ def segment_tokens() -> int:
 
 
 def _where_taken(by_kernel: Callable, by_blocks: Callable, inputs: Sequence[jax.Array]) -> Any:
-    """Call `by_kernel` on the platforms that have one which takes the inputs, else `by_blocks`."""
-    # Pallas kernels take a while to trace. A CPU that compiles for another platform has long rows.
+    """Call `by_kernel` on platforms with a kernel that takes the inputs, else `by_blocks`."""
+    # Pallas kernels are slow to trace. CPUs that compile for another platform have long rows.
     is_for_cpu = platform_in_use() == "cpu" and inputs[0].shape[1] < LONG_ROW_TOKENS
     paths = {
         platform: partial(by_kernel, platform)
@@ -110,7 +111,7 @@ def _where_taken(by_kernel: Callable, by_blocks: Callable, inputs: Sequence[jax.
 
 
 def why_portable(q_BTHh: jax.Array, k_BTKh: jax.Array, platform: str) -> str | None:
-    """Return why the portable path is taken on a platform and mesh; None if its kernel is."""
+    """Return why a platform and mesh take the portable path; None if they take the kernel."""
     from reprise.models.kernels.hopper import is_hopper
 
     sizes = sizes_in_use()
@@ -168,7 +169,7 @@ class _Blocks:
     def of(*inputs: jax.Array) -> _Blocks:
         q_BTHh, k_BTKh, v_BTKh, prompt_BT, branch_BT = inputs
         K = k_BTKh.shape[2]
-        prompt_nBC = _cut(prompt_BT, -1)  # added positions see themselves alone
+        prompt_nBC = _cut(prompt_BT, -1)  # added positions see only themselves
         branch_nBC = _cut(branch_BT, 0)
         return _Blocks(
             _by_head(_cut(q_BTHh), K),
@@ -180,21 +181,21 @@ class _Blocks:
         )
 
     def mask(self, i: jax.Array, j: jax.Array) -> jax.Array:
-        """mask[b, c, s]: position c of block i may see position s of block j."""
+        """Return mask[b, c, s]: position c of block i may see position s of block j."""
         C = self.prompt.shape[2]
         at_C = jnp.arange(C)
         before_CS = j * C + at_C[None, :] <= i * C + at_C[:, None]
         return before_CS & may_see(self.prompt[i], self.branch[i], self.prompt[j], self.branch[j])
 
     def scores(self, i: jax.Array, j: jax.Array) -> jax.Array:
-        """Return q·k/√h · log₂e of block i's queries with block j's keys, [B, K, G, C, S]."""
+        """Return q·k/√h · log₂e of queries in block i with keys in block j, [B, K, G, C, S]."""
         products = _product("bkgch,bksh->bkgcs", self.q[i], self.k[j])
         scores = products * (self.q.shape[-1] ** -0.5 * LOG2_E)
         return jnp.where(self.mask(i, j)[:, None, None], scores, NEGATIVE)
 
 
 def _forward_by_blocks(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the outputs, [B, T, H, h], and the log of each sum, [B, H, T]: the portable path."""
+    """Return outputs, [B, T, H, h], and the log of each sum, [B, H, T], by the portable path."""
     args, (q_BTHh, _, v_BTKh, *_) = _Blocks.of(*inputs), inputs
     n, B, K, G, C, h = args.q.shape
 
@@ -221,7 +222,7 @@ def _forward_by_blocks(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _backward_by_blocks(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the gradients of queries, keys and values: the portable path."""
+    """Return the gradients of queries, keys and values by the portable path."""
     q_BTHh, k_BTKh, v_BTKh, _, _, out_BTHh, lse_BHT, dout_BTHh = inputs
     args, K = _Blocks.of(*inputs[:5]), k_BTKh.shape[2]
     n, scale = len(args.q), q_BTHh.shape[-1] ** -0.5
@@ -256,12 +257,12 @@ def _backward_by_blocks(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.A
 
 
 def _where_seen(blocks: _Blocks, i: jax.Array, meet: Callable, j: jax.Array, carry: tuple) -> tuple:
-    """Compute a block of queries with a block of keys, if any query sees any key."""
+    """Compute a block of queries with a block of keys if any query sees any key."""
     return jax.lax.cond(blocks.seen_nn[i, j], partial(meet, j), lambda carry: carry, carry)
 
 
 def _seen(prompt_nBC: jax.Array, branch_nBC: jax.Array) -> jax.Array:
-    """Return which pairs of blocks may see one another in some row, by ranges; bool [n, n]."""
+    """Return which pairs of blocks may see one another in any row, by ranges; bool [n, n]."""
 
     def overlap(x_nBC: jax.Array) -> jax.Array:
         low_nB, high_nB = x_nBC.min(axis=2), x_nBC.max(axis=2)
@@ -276,7 +277,7 @@ def _product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _cut(x_BTi: jax.Array, filling: int = 0) -> jax.Array:
-    """Return blocks of positions, [n, B, C, …], the last one filled up."""
+    """Return blocks of positions, [n, B, C, …], with the last block padded."""
     B, T, *rest = x_BTi.shape
     C = min(T, LONG_ROW_BLOCK_TOKENS)
     n = -(-T // C)
@@ -286,14 +287,14 @@ def _cut(x_BTi: jax.Array, filling: int = 0) -> jax.Array:
 
 
 def _by_head(x_nBCHi: jax.Array, num_kv_heads: int) -> jax.Array:
-    """Return [n, B, K, G, C, i], of H = K · G heads."""
+    """Return [n, B, K, G, C, i] for H = K · G heads."""
     n, B, C, H, i = x_nBCHi.shape
     x_nBCKGi = x_nBCHi.reshape(n, B, C, num_kv_heads, H // num_kv_heads, i)
     return x_nBCKGi.transpose(0, 1, 3, 4, 2, 5)
 
 
 def _rows(x_nBKGCi: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return [B, T, H, i] of blocks."""
+    """Return [B, T, H, i] from blocks."""
     B, T, H, i = shape
     x_BnCKGi = x_nBKGCi.transpose(1, 0, 4, 2, 3, 5)
     return x_BnCKGi.reshape(B, -1, H, i)[:, :T]

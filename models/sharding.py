@@ -1,4 +1,4 @@
-"""Meshes and shardings from the table of models.layout; `constrain` reads the mesh in use."""
+"""Meshes and shardings by the rules of models.layout; `constrain` reads the mesh in use."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from reprise.models.config import MeshConfig
 from reprise.models.layout import AXES, Entry, axis_ways, fitting_axes, rollout_tensor
 
-Axes = tuple[str | None, ...]  # logical ones of an array (models.layout)
-GPU = ("gpu", "cuda")  # names of the platform: of devices, and of programs
+Axes = tuple[str | None, ...]  # logical axes of an array (models.layout)
+GPU = ("gpu", "cuda")  # the platform name of devices, and of programs
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
-    """Make a mesh of `devices` in the shape of the config; ValueError if they do not fit it."""
+    """Return a mesh of `devices` in the shape of the config; ValueError if they do not fit."""
     inner = config.fsdp * config.tensor
     data = len(devices) // inner if config.data == -1 else config.data
     if data < 1 or data * inner != len(devices):
@@ -36,7 +36,7 @@ def rollout_mesh(
     weight_ways: int | None = None,
     asked: int | Literal["auto"] = "auto",
 ) -> Mesh:
-    """Make the mesh of an engine, which splits weights over `tensor` alone (`rollout_tensor`)."""
+    """Return the mesh of an engine, which splits weights only over `tensor` (`rollout_tensor`)."""
     ways = len(devices) if weight_ways is None else weight_ways
     tensor = rollout_tensor(len(devices), ways, num_kv_heads, asked)
     return make_mesh(MeshConfig(tensor=tensor), devices)
@@ -50,7 +50,7 @@ def fitting_sharding(mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None
 def fitting_spec(
     sizes: Mapping[str, int], shape: Sequence[int], axes: Sequence[str | None]
 ) -> PartitionSpec:
-    """Return the specification as programs do: without axes of size 1 and trailing None."""
+    """Return the specification as programs do, without axes of size 1 and trailing None."""
     spec = list[Entry]()
     for entry in fitting_axes(sizes, shape, axes):
         names = [n for n in ((entry,) if isinstance(entry, str) else entry or ()) if sizes[n] > 1]
@@ -66,7 +66,7 @@ def param_shardings(mesh: Mesh, specs: Any) -> Any:
 
 
 def shapes(specs: Any, dtype: Any) -> Any:
-    """Return a tree of `ParamSpec` as shapes to lower steps on, as the mesh in use splits them."""
+    """Return a tree of `ParamSpec` as sharded shapes on the mesh in use, to lower steps on."""
     mesh = jax.sharding.get_mesh()
 
     def one(spec: Any) -> jax.ShapeDtypeStruct:
@@ -77,7 +77,7 @@ def shapes(specs: Any, dtype: Any) -> Any:
 
 
 def whole_shapes(tree: Any) -> Any:
-    """Return the shapes of arrays that are whole on every device of the mesh in use."""
+    """Return the shapes of arrays that are replicated over the mesh in use."""
     mesh = jax.sharding.get_mesh()
     where = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(
@@ -87,14 +87,14 @@ def whole_shapes(tree: Any) -> Any:
 
 
 def replicated(tree: Any) -> Any:
-    """Pin arrays whole onto every device of the mesh in use, so that any host can read them."""
+    """Replicate arrays over every device of the mesh in use, so that any host can read them."""
     return jax.tree.map(lambda x: constrain(x, *[None] * x.ndim), tree)
 
 
 def put(x: Any, where: jax.sharding.Sharding | None) -> jax.Array:
-    """Put an array on devices; of several processes each puts the shards of its local copy.
+    """Put an array on devices; each of several processes puts the shards of its local copy.
 
-    `jax.device_put` would compare the processes' copies in a collective, and refuses keys.
+    `jax.device_put` would compare the copies of all processes in a collective, and rejects keys.
     """
     if where is None or where.is_fully_addressable:
         return jax.device_put(x, where)
@@ -108,7 +108,7 @@ def put(x: Any, where: jax.sharding.Sharding | None) -> jax.Array:
 
 
 def platform_in_use() -> str:
-    """Return the platform of the mesh in use, else of jax's devices, as programs name it."""
+    """Return the platform of the mesh in use, else of jax; a GPU is "cuda", as in programs."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if device is None else device.platform
     return "cuda" if platform in GPU else platform
@@ -117,7 +117,7 @@ def platform_in_use() -> str:
 def sizes_in_use() -> dict[str, int]:
     """Return the sizes of the mesh in use by axis; {} without a mesh.
 
-    An axis that a `shard_map` around the caller splits has size 1.
+    An axis that an enclosing `shard_map` splits has size 1.
     """
     mesh = jax.sharding.get_abstract_mesh()
     manual = set(mesh.manual_axes)
@@ -131,7 +131,7 @@ def ways_in_use(axis: str) -> int:
 
 
 def ways_outside() -> int:
-    """Return into how many parts a `shard_map` around the caller splits its arrays."""
+    """Return the number of parts into which an enclosing `shard_map` splits arrays."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[name] for name in mesh.manual_axes)
 
@@ -148,7 +148,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 def by_device(
     function: Callable, inputs: Sequence[jax.Array], axes: Sequence[Axes], results: Sequence[tuple]
 ) -> Any:
-    """Call a function on each device's part of its inputs; `results` are (shape, axes)."""
+    """Call a function on the shard of each input on each device; `results` are (shape, axes)."""
     sizes = sizes_in_use()
     if math.prod(sizes.values()) == 1:
         return function(*inputs)

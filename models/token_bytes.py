@@ -1,4 +1,4 @@
-"""The text of every token in UTF-8, for the search for stop strings."""
+"""The UTF-8 text of every token, to search for stop strings."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenBytes:
-    """The UTF-8 of token i is `bytes_N[starts[i] : starts[i + 1]]`; uint8 [N], int64 [V + 1].
+    """UTF-8 by token: token i is `bytes_N[starts[i] : starts[i + 1]]`; uint8 [N], int64 [V + 1].
 
     Special tokens are written out. If a tokenizer strips the space before the first token of a
-    text, the token has it here. A text occurs in a response if its UTF-8 does.
+    text, the token keeps the space here. A text occurs in a response if its UTF-8 does.
     """
 
     bytes_N: np.ndarray
@@ -33,11 +33,11 @@ class TokenBytes:
         return {self.of(i) for i in range(len(self))}
 
     def min_tokens(self, text: str) -> int | None:
-        """Return the fewest tokens whose joined text contains `text`; None if none can."""
+        """Return the minimum number of tokens that contain `text` when joined, None if none can."""
         goal = text.encode()
         if any(goal in token for token in self._texts):
             return 1
-        n = len(goal)  # the first token may start before the text, and the last end after it
+        n = len(goal)  # the first token may start before the text, and the last stop after it
         heads = {token[:k] for token in self._texts for k in range(1, min(n, len(token)) + 1)}
         tails = {token[-k:] for token in self._texts for k in range(1, min(n, len(token)) + 1)}
         fewest = [0, *(1 if goal[:j] in tails else n + 1 for j in range(1, n + 1))]
@@ -49,10 +49,10 @@ class TokenBytes:
 
 
 def bytes_of_tokens(rules: Any, vocab_size: int) -> TokenBytes:
-    """Return the text of every token of a tokenizer of the `tokenizers` library."""
+    """Return the bytes of every token of a `tokenizers` tokenizer."""
     ids = list(range(vocab_size))
     anchor = _anchor(rules, ids)
-    # after another token: at the start of a text some tokenizers drop a space
+    # decode after another token: at the start of a text some tokenizers drop a space
     texts = rules.decode_batch([[*anchor, i] for i in ids], skip_special_tokens=False)
     before = rules.decode(anchor, skip_special_tokens=False)
     raw = [rules.id_to_token(i) for i in ids]
@@ -62,7 +62,7 @@ def bytes_of_tokens(rules: Any, vocab_size: int) -> TokenBytes:
 
 
 def _anchor(rules: Any, ids: Sequence[int]) -> list[int]:
-    """Return a token of whole characters, or none."""
+    """Return a list with one token of whole characters, or []."""
     added = rules.get_added_tokens_decoder()
     for i in ids:
         text = "" if i in added else rules.decode([i], skip_special_tokens=False)
@@ -75,7 +75,7 @@ def _bytes(text: str, before: str, raw: str | None) -> bytes:
     text = text.removeprefix(before)
     if "\ufffd" not in text or raw is None:
         return text.encode()
-    # a part of a character: <0xE2>, or a letter for each byte
+    # part of a character: <0xE2>, or one letter per byte
     if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", raw):
         return bytes([int(byte[1], 16)])
     letters = _bytes_of_letters()
@@ -86,7 +86,7 @@ def _bytes(text: str, before: str, raw: str | None) -> bytes:
 
 @functools.cache
 def _bytes_of_letters() -> dict[str, int]:
-    """Return the byte of each of GPT-2's letters: itself if printable, else from 256 upwards."""
+    """Return the byte for each letter of GPT-2: itself if printable, else from 256 upwards."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -1,8 +1,8 @@
-"""Text to token ids and back, with the ids of a policy's tokenizer.json.
+"""Conversion of text to token ids and back, by the tokenizer.json of a policy.
 
-`load` reads a local folder or GGUF file: no hub, no remote code. The rules of tokenizer.json hold
-whatever class a folder names: `transformers` builds some classes anew and drops rules. `tokenizers`
-is imported when first used.
+`load` reads a local folder or GGUF file, without a hub or remote code. The rules of tokenizer.json
+apply whatever class a folder names, because `transformers` rebuilds some classes and drops rules.
+`tokenizers` is imported on first use.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _NAMES = {*_SPECIALS, "add_bos_token", "add_eos_token", "added_tokens_decoder", 
 class Tokenizer:
     """A vocabulary, its end tokens and its chat template.
 
-    `vocab_size` is the largest id + 1, added tokens included. `eos_token_ids` are the tokenizer's
-    end token and generation_config.json's: a chat turn may end in another than a text. `specials`
-    are the texts of bos_token, eos_token, …; templates read them. `day` is the day that templates
-    print; None: today. `rules` is the Tokenizer of `tokenizers`.
+    `vocab_size` is the largest id + 1, including added tokens. `eos_token_ids` are the end tokens
+    of the tokenizer and of generation_config.json: a chat turn may end with another token than a
+    text. `specials` are the texts of bos_token, eos_token, …, for templates. `day` is the day that
+    templates print; None means today. `rules` is the Tokenizer of `tokenizers`.
     """
 
     vocab_size: int
@@ -67,9 +67,9 @@ class Tokenizer:
         return list(self._encoded(text, add_special_tokens=False).ids)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a text after the special tokens that start every text, as BOS.
+        """Return the ids of a text after the special tokens that start every text, such as BOS.
 
-        An end token that the tokenizer adds after a text is left out. Raises as `encode`.
+        An end token that the tokenizer appends to texts is left out. Raises as `encode`.
         """
         encoded = self._encoded(text, add_special_tokens=True)
         added = encoded.special_tokens_mask
@@ -85,10 +85,10 @@ class Tokenizer:
             return self.rules.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Iterable[int], skip_ends: bool = True) -> str:
-        """Return the text of ids, special tokens and spaces included; ValueError if rules fail.
+        """Return the text of ids, including special tokens and spaces; ValueError if rules fail.
 
-        An end token is left out if it is the last one, and `skip_ends`. Any other token is text
-        that the policy wrote, padding and unknown tokens included.
+        With `skip_ends`, an end token at the end is left out. Any other token is text that the
+        policy wrote, including padding and unknown tokens.
         """
         tokens = [int(i) for i in ids]
         if skip_ends and tokens and tokens[-1] in self.eos_token_ids:
@@ -110,10 +110,10 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> list[int]:
-        """Return the ids of a conversation of `{"role", "content"}` in the tokenizer's template.
+        """Return the ids of a conversation of `{"role", "content"}` in the chat template.
 
-        `variables` are other variables of the template, such as `enable_thinking=False`. Raises
-        ValueError without a template, if it fails or exceeds a bound, and for reserved variables.
+        `variables` are other template variables, such as `enable_thinking=False`. Raises ValueError
+        without a template, if the template fails or exceeds a limit, and for reserved variables.
         """
         if not self.has_chat_template:
             raise ValueError(
@@ -133,10 +133,10 @@ class Tokenizer:
 
     @functools.cached_property
     def chat_marks(self) -> frozenset[str]:
-        """The tokens that mark turns in the chat template; a text with one would end its turn.
+        """The tokens that mark turns in the chat template; a mark within a text would end its turn.
 
-        End tokens, special tokens that the template names, and the added tokens that it prints
-        around a message of the user (DeepSeek's are not special).
+        Marks are end tokens, special tokens that the template names, and the added tokens that the
+        template prints around a user message (DeepSeek's are not special).
         """
         if not self.has_chat_template:
             return frozenset()
@@ -151,9 +151,9 @@ class Tokenizer:
         )
 
     def is_rendered(self, text: str) -> bool:
-        """Return whether a text is a conversation in the chat template, up to the answer's start.
+        """Return whether a text is a conversation in the chat template, up to the answer.
 
-        It starts with a mark and ends as the template ends for a response.
+        Such a text starts with a mark, and finishes as the template does before a response.
         """
         if not text.startswith(tuple(self.chat_marks)):
             return False
@@ -170,7 +170,7 @@ class Tokenizer:
         )
         try:
             return render(add_generation_prompt=False), render(add_generation_prompt=True)
-        except ValueError:  # it may want a system message, or variables
+        except ValueError:  # the template may require a system message, or variables
             return "", ""
 
 
@@ -208,7 +208,7 @@ def load(directory: str | os.PathLike[str]) -> Tokenizer:
 
 
 def fitted(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
-    """Return a policy's config with its tokenizer's end tokens, and the ids that no token has.
+    """Return the config of a policy with the end tokens of its tokenizer, and the unused ids.
 
     Raises ValueError as `check_vocabulary`.
     """
@@ -220,9 +220,9 @@ def fitted(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
 
 
 def copy_files(source: Path, target: Path, chat_template: str | None = None) -> None:
-    """Copy a tokenizer's vocabulary, settings and chat template from a folder or GGUF file.
+    """Copy the vocabulary, settings and chat template of a tokenizer from a folder or GGUF file.
 
-    A `chat_template` replaces the tokenizer's.
+    A `chat_template` replaces the copied template.
     """
     folder = Folder(target)
     _copy_files(source, folder)
@@ -249,7 +249,7 @@ def _copy_files(source: Path, folder: Folder) -> None:
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
-    """Raise ValueError unless every id has a row in the policy's embedding, which may be padded."""
+    """Raise ValueError unless every id has a row in the embedding, which may be padded."""
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"the tokenizer does not fit the policy: expected ids below the policy's vocab_size="
@@ -259,7 +259,7 @@ def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
 
 
 def _from_folder(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """Return the tokenizer of tokenizer.json, whatever class is named, and the settings."""
+    """Return the tokenizer in tokenizer.json, whatever class the folder names, and the settings."""
     hf_files.require_folder(folder)
     if not hf_files.has_file(folder / RULES):
         names = sorted(path.name for path in folder.iterdir())
@@ -279,20 +279,20 @@ def _from_folder(folder: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def open_rules(folder: Path) -> Any:
-    """Return the tokenizer of a folder's tokenizer.json, which `tokenizer_files.check` tries."""
+    """Open the tokenizer.json of a folder after `tokenizer_files.check` has tried it."""
     from tokenizers import Tokenizer as Rules
 
     with _as_value_error(f"cannot read the tokenizer in {folder}"):
         rules = Rules.from_file(str(folder / RULES))
-    rules.no_truncation()  # the limits of a file are of training runs
+    rules.no_truncation()  # length limits in the file were for training
     rules.no_padding()
     return rules
 
 
 def _from_gguf(path: Path) -> tuple[Any, dict[str, Any], tuple[int, ...]]:
-    """Return a GGUF file's tokenizer, settings and end tokens.
+    """Return the tokenizer, settings and end tokens of a GGUF file.
 
-    Files next to it replace a tokenizer of an unknown kind.
+    Tokenizer files next to it are used if the kind of its tokenizer is unknown.
     """
     from reprise.models import gguf, gguf_header, gguf_tokenizer
 
@@ -327,7 +327,7 @@ def _specials(settings: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 
 def _apply_add_bos(rules: Any, bos: str, settings: Mapping[str, Any], path: Path) -> None:
-    """Let add_bos_token in the settings decide about BOS, as transformers does, if it is there."""
+    """Let add_bos_token in the settings, if present, decide about BOS, as transformers does."""
     adds, bos_id = settings.get("add_bos_token"), rules.token_to_id(bos)
     if not isinstance(adds, bool | None):
         raise ValueError(f"{path}: expected add_bos_token as true or false, got {shown(adds)}")
@@ -340,7 +340,7 @@ def _apply_add_bos(rules: Any, bos: str, settings: Mapping[str, Any], path: Path
 
 
 def _chat_template(settings: Mapping[str, Any], path: Path) -> str:
-    """Return the source of the chat template, or an empty text; ValueError if it is ambiguous."""
+    """Return the source of the chat template, "" without one; ValueError if it is ambiguous."""
     found = settings.get("chat_template")
     found = "" if found is None else found
     if isinstance(found, list):
@@ -357,7 +357,7 @@ def _chat_template(settings: Mapping[str, Any], path: Path) -> str:
 
 
 def read_template(file: Path) -> str:
-    """Return the text of a file with a chat template. Raises OSError or ValueError."""
+    """Return the chat template in a file. Raises OSError or ValueError."""
     if (size := file.stat().st_size) > MAX_TEMPLATE_BYTES:
         raise ValueError(f"{file}: expected at most {MAX_TEMPLATE_BYTES} bytes, got {size}")
     return file.read_text(encoding="utf-8")
@@ -365,7 +365,7 @@ def read_template(file: Path) -> str:
 
 @contextlib.contextmanager
 def _as_value_error(problem: str) -> Iterator[None]:
-    """Raise any error of a tokenizer, panics of its Rust code included, as a ValueError."""
+    """Raise any error of a tokenizer, including panics of its Rust code, as a ValueError."""
     try:
         yield
     except BaseException as error:

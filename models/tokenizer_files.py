@@ -1,7 +1,7 @@
-"""The files of a tokenizer in a Hugging Face folder: their names and bounds, tried in a child.
+"""The files of a tokenizer in a Hugging Face folder: names, limits, and a trial in a child process.
 
-A tokenizer.json is a program of rules: one of 4 KB can take all memory, or run without an end in
-code that no signal interrupts. So a child process (`models.child`) uses a new one first.
+A tokenizer.json is a program of rules. A file of 4 KB can take all memory, or run without end in
+code that no signal interrupts. So a child process (`models.child`) tries each new tokenizer first.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from reprise.models.child import Child, ChildEnded, serve
 from reprise.models.hf_files import escaped, has_file
 
 RULES, SETTINGS = "tokenizer.json", "tokenizer_config.json"
-NAMES = (  # RULES alone is required; others that a folder has are exported with it
+NAMES = (  # only RULES is required; the other files of a folder are exported with it
     *(RULES, "tokenizer.model", "vocab.json", "vocab.txt", SETTINGS, "merges.txt"),
     *("added_tokens.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"),
 )
-MAX_BYTES = 64 * 2**20  # of all of them
-MAX_ID = 2**20  # of a token; lists have a place for every id below the largest
+MAX_BYTES = 64 * 2**20  # of all files together
+MAX_ID = 2**20  # of a token; lists have an entry for every id up to the largest
 MEMORY_BYTES = 2**31
 DEADLINE_S = 20  # a large vocabulary takes a second of an idle core
 _tried = set[bytes]()  # hashes of the files of good tokenizers
@@ -31,15 +31,15 @@ _child = Child("reprise.models.tokenizer_files", MEMORY_BYTES, DEADLINE_S)
 
 
 def present(folder: Path) -> list[str]:
-    """Return the names of a tokenizer's files that are there.
+    """Return the names of the tokenizer files in a folder.
 
-    Raises ValueError for a folder, pipe or link to nothing in place of one, for a link out of the
-    folder, and if they are too large: an export copies them.
+    Raises ValueError if a name is a folder, a pipe or a broken link, if a link leaves the folder,
+    and if the files are too large: an export copies them.
     """
     names = [name for name in NAMES if has_file(folder / name)]
     home = folder.resolve()
     allowed = [home]
-    if home.parent.name == "snapshots":  # of a Hugging Face cache, whose files are links to blobs
+    if home.parent.name == "snapshots":  # of a Hugging Face cache, with links to blobs as files
         allowed.append(home.parents[1] / "blobs")
     for name in names:
         target = (folder / name).resolve()
@@ -58,10 +58,10 @@ def present(folder: Path) -> list[str]:
 
 
 def check(folder: Path) -> None:
-    """Use a tokenizer in a child process, once for each content of its files.
+    """Try a tokenizer in a child process, once for each content of its files.
 
-    Raises ValueError as `present` does, if it cannot be opened, if its rules panic, and if using it
-    takes more than the limits. Texts that it has no tokens for are left to its later use.
+    Raises ValueError as `present` does, if the tokenizer cannot be opened, if its rules panic, and
+    if the trial exceeds the limits. Texts without tokens fail later, when they are encoded.
     """
     digest = hashlib.sha256()
     for name in present(folder):
@@ -77,7 +77,7 @@ def check(folder: Path) -> None:
             f"within {DEADLINE_S} s and {MEMORY_BYTES // 2**20} MiB, but its process ended: copy "
             "the tokenizer's files from where the policy came from"
         ) from error
-    if problem:  # its library prints more about it, which is discarded
+    if problem:  # the library prints details, which are discarded
         raise ValueError(problem[0].decode())
     _tried.add(digest.digest())
 
@@ -97,18 +97,18 @@ def _prepare() -> Callable[[bytes], Iterable[bytes]]:
             if ids and ids[-1] > MAX_ID:
                 raise ValueError(f"expected ids of at most {MAX_ID:,}, got {ids[-1]:,}")
             _refuse_unread(rules, path)
-            # each text by itself: one that fails must not hide others that run away
+            # try each text separately: a text that fails must not hide a text that runs forever
             for text in (_PAGE, *_PAGE.splitlines()):
                 try:
                     rules.decode(rules.encode(text, add_special_tokens=False).ids)
                 except MemoryError:
                     raise
-                except Exception:  # it has no tokens for this one
+                except Exception:  # the tokenizer has no tokens for this text
                     continue
             rules.decode_batch([[i] for i in ids])
         except MemoryError:
             raise
-        except BaseException as error:  # also a panic of its Rust code
+        except BaseException as error:  # also a panic of the Rust code
             return [f"cannot read the tokenizer in {folder}: {escaped(str(error), 300)}".encode()]
         return []
 
@@ -116,7 +116,7 @@ def _prepare() -> Callable[[bytes], Iterable[bytes]]:
 
 
 def _refuse_unread(rules: Any, path: str) -> None:
-    """Raise ValueError for settings of the model that the library passes over, as misspelt ones."""
+    """Raise ValueError for model settings that the library ignores, such as misspelt names."""
     with open(path, encoding="utf-8") as file:
         given = json.load(file)["model"]
     if unread := sorted(given.keys() - json.loads(rules.to_str())["model"].keys()):

@@ -1,15 +1,15 @@
-"""Training: the optimizer, and values that the backward pass keeps or computes again.
+"""Training: the optimizer, and the values that the backward pass keeps or computes again.
 
 | name | kept | computed again |
 |---|---|---|
 | none | everything that gradients need | nothing |
-| dots | results of products with weights, and each layer's input | the rest of each layer |
-| layer | each layer's input | each layer |
-| layer:N | the input of every N-th layer | each layer, all but the last of N twice |
+| dots | results of products with weights, and the input of each layer | the rest of each layer |
+| layer | the input of each layer | each layer |
+| layer:N | the input of every N-th layer | each layer; all but the last of N layers twice |
 
-N of √L keeps the fewest inputs of L layers. Inputs are split over `tensor`, and gathered for their
-layers. Gradients of layers can be added to totals as they come (`adding`): a compiler would leave
-these sums to the end, and so keep the gradients of all layers and the totals.
+N = √L keeps the fewest inputs for L layers. Kept inputs are split over `tensor`, and gathered for
+their layers. Layer gradients can be added to totals as soon as they are computed (`adding`);
+otherwise the compiler delays these sums to the end, and so keeps the gradients of all layers.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Step = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adding:
-    """A weight whose gradient is to be total + gradient.
+    """A weight with total + gradient in place of its gradient.
 
-    The gradient of `mark`, a float32 0, counts the gradient's values that are NaN or infinite.
+    The gradient of `mark`, a float32 0, counts the NaN or infinite values of the weight gradient.
     """
 
     weight: Any
@@ -44,9 +44,10 @@ class Adding:
 
 
 def adding(weights: Any, totals: Any, marks: Any) -> Any:
-    """Return weights whose gradients are added to `totals` as they come, with `marks` (`Adding`).
+    """Return weights that add their gradients to `totals` as they are computed, with `marks`.
 
-    Layers' gradients are added in `through_layers`; other weights are returned as arrays.
+    See `Adding`. `through_layers` adds the gradients of layers; other weights are returned as
+    arrays.
     """
     tree = jax.tree.map(Adding, weights, totals, marks)
 
@@ -69,7 +70,7 @@ _added_one.defvjp(lambda weight, total, mark: (weight, total), _added_bwd)
 
 
 def _added(tree: Any) -> Any:
-    """Return a tree with the weights of its `Adding` in their places."""
+    """Return a tree with each `Adding` replaced by its weight."""
 
     def one(x: Any) -> Any:
         return _added_one(x.weight, x.total, x.mark) if isinstance(x, Adding) else x
@@ -80,7 +81,7 @@ def _added(tree: Any) -> Any:
 def through_layers(
     step: Step, layers: Sequence[Any], x_BTD: jax.Array, remat: str
 ) -> tuple[jax.Array, list[Any]]:
-    """Apply `step(layer, x) -> (x, result)` layer by layer; return the last x, and all results."""
+    """Apply `step(layer, x) -> (x, result)` layer by layer; return the last x and all results."""
     num_layers = layers_per_input(remat)
 
     def plain(layer: Any, x_BTD: jax.Array) -> tuple[jax.Array, Any]:
@@ -114,7 +115,7 @@ def through_layers(
 
 
 def _kept_in_parts(step: Step, **options: Any) -> Step:
-    """Return layers under `jax.checkpoint`, whose kept input is split over `tensor` as well."""
+    """Return `step` under `jax.checkpoint`, with its kept input also split over `tensor`."""
 
     def whole(layers: Any, x_BTD: jax.Array) -> tuple[jax.Array, Any]:
         return step(layers, constrain(x_BTD, "batch", None, None))
@@ -124,9 +125,9 @@ def _kept_in_parts(step: Step, **options: Any) -> Step:
 
 
 def _at_once(step: Step) -> Step:
-    """Return layers whose gradients are all computed before the layer below starts.
+    """Return `step` with a barrier: its gradients are complete before the layer below starts.
 
-    A scheduler would leave weight gradients to the end and keep recomputed values of all layers.
+    The scheduler would delay weight gradients to the end and keep recomputed values of all layers.
     """
     return lambda layers, x_BTD: step(*_tied(layers, x_BTD))
 
@@ -157,9 +158,10 @@ def clipped_adamw(
     max_grad_norm: float | None,
     first_moment: Any = None,
 ) -> optax.GradientTransformation:
-    """Clip by the global norm (None: not at all), then AdamW; vectors (norms, biases) do not decay.
+    """Return AdamW after clipping by the global norm, or without clipping for None.
 
-    `learning_rate` is a function of the steps taken before, `first_moment` the dtype of that mean.
+    Vectors (norms, biases) do not decay. `learning_rate` is a function of the number of earlier
+    steps, and `first_moment` is the dtype of the first moment.
     """
     adamw = optax.adamw(
         learning_rate,
@@ -171,4 +173,4 @@ def clipped_adamw(
         mask=lambda params: jax.tree.map(lambda weight: weight.ndim > 1, params),
     )
     clip = optax.identity() if max_grad_norm is None else optax.clip_by_global_norm(max_grad_norm)
-    return optax.chain(clip, adamw)  # of one structure, so that a run can be resumed with either
+    return optax.chain(clip, adamw)  # one state structure, so that a run resumes with either

@@ -1,10 +1,11 @@
-"""The policy as pure functions: parameters, their shapes, and its forward passes.
+"""The policy as pure functions: parameters, their shapes, and forward passes.
 
-`hidden` reads whole sequences (training, scoring), `hidden_of_nodes` packed nodes and chunks
-against a cache (verify), `hidden_with_cache` N tokens of every row, which it writes (decode, draft
-models). All run the same `block`. Matrix products run in the parameters' dtype, norms, softmax and
-logits in float32. Layers are unrolled, so that each keeps a separate cache buffer. Callers jit
-their steps; only layers are jitted here, so that all layers of a step share one trace.
+`hidden` reads whole sequences (training, scoring). `hidden_of_nodes` reads packed nodes and chunks
+against a cache (verify). `hidden_with_cache` reads N tokens of every row and writes them to the
+cache (decode, draft models). All three run the same `block`. Matrix products run in the dtype of
+the parameters; norms, softmax and logits run in float32. Layers are unrolled, so that each keeps a
+separate cache buffer. Callers jit their steps; only layers are jitted here, so that all layers of a
+step share one trace.
 
 Shape suffixes: B rows or slots, T tokens, N tokens of a row, M packed nodes, S positions,
 V vocabulary, D model width, H heads, K key/value heads, h head size, Q = H·h, P = K·h,
@@ -66,7 +67,7 @@ for _weights in (Layer, Params, LowRank, Adapted):
 
 
 def init(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Params:
-    """Return random weights: normal with the spec's scale, ones for norms, zeros for biases."""
+    """Return random weights: normal with the scale of a spec, ones for norms, zeros for biases."""
     return init_from(param_specs(config), key, dtype)
 
 
@@ -101,7 +102,7 @@ def block(
     look: Attend,
     input_BTE: jax.Array | None = None,
 ) -> jax.Array:
-    """Apply one decoder layer to x with the caller's attention; [B, T, D].
+    """Apply one decoder layer to x with the attention `look`; [B, T, D].
 
     Queries, keys and values are projected from `input_BTE`, by default the normed x.
     """
@@ -110,7 +111,7 @@ def block(
     if y is None:
         y = rms_norm(x_BTD, layer.attention_norm_D, config.norm_eps)
     q, k, v = (linear(y, w) for w in (layer.query_QD, layer.key_PD, layer.value_PD))
-    if config.qkv_bias:  # added in float32, so that the biases' gradients are summed in it
+    if config.qkv_bias:  # added in float32, so that bias gradients are summed in float32
         biases = layer.query_bias_Q, layer.key_bias_P, layer.value_bias_P
         pairs = zip((q, k, v), biases, strict=True)
         sums = (x.astype(jnp.float32) + b.astype(jnp.float32) for x, b in pairs)
@@ -130,7 +131,7 @@ def block(
 
 
 def embed(embedding_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Return the embeddings of tokens, [B, T, D]; negative ids (padding) count as token 0."""
+    """Return the embeddings of tokens, [B, T, D]; negative ids (padding) are read as token 0."""
     x_BTD = jnp.take(embedding_VD, jnp.maximum(tokens_BT, 0), axis=0, mode="clip")
     return constrain(x_BTD, "batch", None, None)
 
@@ -144,10 +145,10 @@ def hidden(
     remat: str = "none",
     dtype: Any = None,
 ) -> jax.Array:
-    """Return the hidden states after the last norm; [B, T, D] of `dtype`, by default the weights'.
+    """Return hidden states after the last norm; [B, T, D] of `dtype`, by default of the weights.
 
     Rows are single right-padded sequences, or packed by `packing`. `remat`: see models.training.
-    Weights are rounded to `dtype` layer by layer, the embedding's rows after the lookup.
+    Weights are rounded to `dtype` layer by layer, embedding rows after the lookup.
     """
     return _hidden_and_entries(config, params, tokens_BT, packing, remat, dtype)[0]
 
@@ -160,7 +161,7 @@ def hidden_and_cache(
     dtype: Any,
     feature_layers: tuple[int, ...] | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """Return `hidden`, [B, T, D], and a cache of one row with all B · T positions."""
+    """Return `hidden`, [B, T, D], and a cache with all B · T positions in one row."""
     hidden_BTD, entries = _hidden_and_entries(config, params, tokens_BT, packing)
     K, h = config.num_kv_heads, config.head_dim
     features: tuple[jax.Array, ...] = ()
@@ -184,7 +185,7 @@ def _hidden_and_entries(
     remat: str = "none",
     dtype: Any = None,
 ) -> tuple[jax.Array, list[tuple[jax.Array, ...]]]:
-    """Return the final hidden states, and every layer's (k_BTKh, v_BTKh, output_BTD)."""
+    """Return the final hidden states, and (k_BTKh, v_BTKh, output_BTD) of every layer."""
     T, is_packed = tokens_BT.shape[1], packing is not None
     dtype = dtype or params.final_norm_D.dtype
     if packing is None:  # rows are single sequences
@@ -215,9 +216,10 @@ def hidden_with_cache(
 ) -> tuple[jax.Array, Cached, Entries]:
     """Return the hidden states of N nodes per slot, [B, N, D], and the cache with their entries.
 
-    Entries go to `start … start+N−1` of each row; node n then attends to all positions up to
-    itself. A row is not written if `start + N > S`; its hidden states are meaningless. With one
-    node a slot, `chunks` may be computed too; their entries, the last result, are not written.
+    Entries go to `start … start+N−1` of each row; node n then attends to all positions up to and
+    including itself. A row is not written if `start + N > S`; its hidden states are meaningless.
+    With one node per slot, `chunks` may be computed too; the last result has their entries, which
+    are not written.
     """
     B = len(start_B)
     tokens_XN, positions_XN = tokens_BN, positions_BN
@@ -279,7 +281,7 @@ def hidden_of_nodes(
     return x_X1D[:, 0], Entries(tuple(keys), tuple(values), features)
 
 
-# Layers have equal shapes: as jitted functions they are traced and lowered once for all of them.
+# Layers have equal shapes, so these jitted functions are traced and lowered once for all layers.
 
 
 @partial(jax.jit, static_argnames="config")
@@ -313,9 +315,10 @@ def _cached_layer(
     start_B: jax.Array,
     chunks: Chunks | None = None,
 ) -> tuple[jax.Array, Any, tuple[jax.Array, jax.Array]]:
-    """Apply a layer to N nodes of every slot, then to tokens of chunks (with them N is 1).
+    """Apply a layer to N nodes of every slot, then to the tokens of chunks (N is 1 with chunks).
 
-    Returns [B, N, D], the cache's layer, and the chunks' keys and values, which are not written.
+    Returns [X, N, D] of nodes and chunk tokens, the new cache layer, and the keys and values of the
+    chunks, which are not written.
     """
     seen = []
     B = len(start_B)
@@ -338,7 +341,7 @@ def _cached_layer(
 def _look_of_chunks(
     q_XHh: jax.Array, k_XKh: jax.Array, v_XKh: jax.Array, cached: CachedLayer, chunks: Chunks
 ) -> jax.Array:
-    """The attention of the chunks' tokens, in order; [X, 1, H, h]."""
+    """Return the attention of chunk tokens, in order; [X, 1, H, h]."""
     q_TCHh, k_TCKh, v_TCKh = (
         x.reshape(*chunks.tokens_TC.shape, *x.shape[1:]) for x in (q_XHh, k_XKh, v_XKh)
     )
@@ -357,7 +360,7 @@ def _nodes_layer(
     trees: Trees | None,
     chunks: Chunks | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Apply a layer to packed nodes and chunks; return [X, 1, D] and their keys and values."""
+    """Apply a layer to packed nodes and chunks; return [X, 1, D] and the new keys and values."""
     entries = []
     M = len(x_X1D) - (0 if chunks is None else chunks.tokens_TC.size)
 
@@ -384,14 +387,14 @@ def head(
 ) -> jax.Array:
     """Return the logits of hidden states, float32, −∞ for unused ids; [..., D] to [..., V].
 
-    No path draws or scores an id without a token, since all take their logits from here. `axes` are
-    logical ones of the first axis and of the vocabulary.
+    Every path takes its logits from here, so no path draws or scores an id without a token. `axes`
+    are the logical axes of the first dimension and of the vocabulary.
     """
     return without_unused(config, linear(hidden_D, head_weight(params), jnp.float32, axes))
 
 
 def without_unused(config: ModelConfig, logits_V: jax.Array) -> jax.Array:
-    """Return logits [..., V] with −∞ for the config's unused ids."""
+    """Return logits [..., V] with −∞ for the unused ids of the config."""
     if not config.unused_ids:
         return logits_V
     is_unused_V = np.zeros(logits_V.shape[-1], bool)

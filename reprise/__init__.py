@@ -1,8 +1,8 @@
 """Reprise: RL post-training of language models in JAX, with fast and exact rollouts.
 
-`from reprise import Policy` for your own loop, `reprise.rl`, `reprise.spec`, … for the parts. In a
-checkout this folder has links to the packages at the top level; a wheel has the packages here. The
-names of `__all__` are imported at their first use, since jax takes seconds.
+Use `from reprise import Policy` for your own loop, and `reprise.rl`, `reprise.spec`, … for the
+parts. In a checkout this folder links to the top-level packages; a wheel contains the packages
+here. The names in `__all__` are imported at their first use, since importing jax takes seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reprise.spec.config import SamplingConfig
 
 __version__ = "0.1.0"
-IMPORT_ROOT = str(Path(__file__).resolve().parents[1])  # in the path of a child process
+IMPORT_ROOT = str(Path(__file__).resolve().parents[1])  # on the import path of child processes
 __all__ = [
     "Adam",
     "Datum",

@@ -1,8 +1,8 @@
-"""A scheduler's ledger: it records every event and makes every start.
+"""The ledger of a scheduler, which records every event and makes every start.
 
-Asserted: a request runs on one worker at a time, and reservations never exceed a worker's room.
-Reports of a start whose worker was lost are ignored. An event takes O(1), and the same for each
-request that it submits, drops or sets waiting.
+Assertions check that a request runs on one worker at a time, and that reservations never exceed the
+room of a worker. Reports of starts on lost workers are ignored. An event takes O(1), plus O(1) for
+each request that it submits, drops or sets waiting.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Ledger:
         self.workers: dict[int, Worker] = {}
         self.num_unfinished = self.num_running = 0
         self._finished_groups: list[int] = []  # dropped at the next submission
-        self._held: RequestState | None = None  # its chunk ended with the latest event
+        self._held: RequestState | None = None  # with a chunk that ended in the latest event
 
     def apply(self, event: Event) -> list[RequestState]:
         """Record an event; return the requests that it set waiting.
@@ -101,7 +101,7 @@ class Ledger:
         return request
 
     def nothing_held(self) -> None:
-        """Note that other events have happened since: no row is held any more."""
+        """Record that no row is held any more, because other events have happened since."""
         self._held = None
 
     def drop(self, request: RequestState) -> None:
@@ -116,7 +116,7 @@ class Ledger:
             self._finished_groups.append(group.group_id)
 
     def _lost(self, worker: Worker) -> list[RequestState]:
-        """Set the worker's requests waiting, with the tokens of their finished chunks."""
+        """Set the requests of a lost worker waiting, with the tokens of their finished chunks."""
         lost = [self.requests[request_id] for request_id in worker.running]
         for request in lost:
             request.status = Status.WAITING
@@ -132,9 +132,9 @@ class Ledger:
         reserve: bool,
         pool: bool = True,
     ) -> Start:
-        """Start a waiting request on `worker`; `reserve` room for its maximum length.
+        """Start a waiting request on `worker`; `reserve` room for it and `max_tokens` more.
 
-        `pool` copies its keys and values from the pool if present, instead of recomputing them.
+        With `pool`, keys and values are copied from the pool if present instead of recomputed.
         """
         assert request.status is Status.WAITING and max_tokens > 0, request
         request_id, worker_id, reserved = request.request_id, worker.worker_id, 0

@@ -1,6 +1,6 @@
 """The events that a scheduler receives, and the actions that it returns.
 
-Objects created once a chunk are named tuples, faster to create than frozen dataclasses.
+Objects created once per chunk are named tuples, which are faster to create than frozen dataclasses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from reprise.sched.request import Kv, RequestSpec
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Submitted:
-    """New requests of one step, groups together; `of_step` is the step if there are none."""
+    """New requests of one step, each group together; `of_step` is the step of an empty event."""
 
     requests: tuple[RequestSpec, ...]
     of_step: int = 0
@@ -37,15 +37,15 @@ class WorkerJoined:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """A worker died with all its keys and values; the pool's remain."""
+    """A worker died with all its keys and values; copies in the pool remain."""
 
     worker_id: int
 
 
 class ChunkDone(NamedTuple):
-    """A request has used up the tokens of its start without ending, and left its worker.
+    """A request left its worker unfinished, after all tokens of its start or a recall.
 
-    `generated_tokens` counts all of its starts.
+    `generated_tokens` counts the tokens of all starts.
     """
 
     request_id: int
@@ -56,7 +56,7 @@ class ChunkDone(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A request has ended, by an end token or at its limit."""
+    """A request has finished, with an end token or at its limit."""
 
     request_id: int
     worker_id: int
@@ -66,7 +66,7 @@ class Finished(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trained:
-    """The update of a training step is done, in `train_s` if measured; its weights are ready."""
+    """The update of a step has finished, in `train_s` if measured; its weights are available."""
 
     step: int
     train_s: float | None = None
@@ -74,12 +74,12 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recalled:
-    """All requests started ahead of their step are to be returned with their tokens so far."""
+    """The submitter recalls all requests started ahead of their step, with their tokens so far."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Profiled:
-    """The known acceptance of running requests' draft tokens, by request."""
+    """The known draft-token acceptance of running requests, by request."""
 
     acceptance: Mapping[int, float]
 
@@ -93,7 +93,7 @@ REPORTS, OF_NO_WORKER = (Finished, ChunkDone), (Submitted, Trained, Recalled, Pr
 class Start(NamedTuple):
     """Run a request on a worker for at most `max_tokens` more tokens.
 
-    `reserved_tokens` positions are reserved for it there; with 0 the worker admits and preempts it.
+    The worker reserves `reserved_tokens` positions; with 0, it admits and preempts the request.
     """
 
     request_id: int
@@ -113,7 +113,7 @@ class Defer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recall:
-    """A worker releases all its requests at once, with their tokens so far (`ChunkDone`)."""
+    """Make a worker release all its requests now, with their tokens so far (`ChunkDone`)."""
 
     worker_id: int
 
@@ -127,7 +127,7 @@ class Return:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copy:
-    """Answer a request on a second worker, too, which gets a copy of its state from `worker_id`."""
+    """Run a request on a second worker too, from a copy of its state on `worker_id`."""
 
     request_id: int
     worker_id: int
@@ -136,7 +136,7 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Drop:
-    """A worker ends a request or a copy that is answered or no longer needed there."""
+    """Make a worker stop a request or a copy that is answered or no longer needed there."""
 
     request_id: int
     worker_id: int
@@ -146,10 +146,10 @@ Action = Start | Defer | Recall | Return | Copy | Drop
 
 
 class Scheduler(Protocol):
-    """Assigns requests to workers over time."""
+    """A state machine that assigns requests to workers over time."""
 
     def handle(self, event: Event, now_s: float) -> Sequence[Action]:
-        """Return the actions after `event`; `now_s` never decreases."""
+        """Return the actions in response to `event`; `now_s` never decreases."""
         ...
 
     @property

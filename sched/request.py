@@ -1,22 +1,22 @@
-"""A scheduler's state of requests, groups and workers."""
+"""The state of requests, groups and workers in a scheduler."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 
-COPIES = 2**58  # added to a request's number, once for each of its copies
+COPIES = 2**58  # copy k of a request has the request number plus k times this
 MAX_COPIES = 7
 
 
 def copy_of(request_id: int) -> tuple[int, int]:
-    """Return the original request's number, and the copy's index: 0 for the original."""
+    """Return the number of the original request and the index of the copy, 0 for the original."""
     number = request_id // COPIES
     return (request_id, 0) if number > MAX_COPIES else (request_id % COPIES, number)
 
 
 class Status(enum.Enum):
-    """The stages of a request's life."""
+    """The stage of a request."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -24,21 +24,21 @@ class Status(enum.Enum):
 
 
 class Kv(enum.Enum):
-    """The source of the keys and values of a request's tokens so far."""
+    """The source of the keys and values for the tokens of a request so far."""
 
-    PREFILL = "prefill"  # compute them
-    POOL = "pool"  # copy them from the host's pool
-    HELD = "held"  # keep them: the chunk before has just ended there
+    PREFILL = "prefill"  # compute keys and values
+    POOL = "pool"  # copy from the pool on the host
+    HELD = "held"  # keep: the previous chunk has just ended there
 
 
-@dataclasses.dataclass(slots=True)  # never changed; not frozen, which takes longer to create
+@dataclasses.dataclass(slots=True)  # never changed; a frozen dataclass takes longer to create
 class RequestSpec:
     """A submitted request.
 
-    `expected_tokens` is the response's length if an oracle knows it, `past_tokens` are the lengths
-    of the last epoch's responses to the same prompt. A reused response can provide `prefix_tokens`
-    at once. An earlier step waits for an `urgent` request; one that runs `ahead` has no weights
-    yet.
+    `expected_tokens` is the response length if an oracle knows it; `past_tokens` are the lengths
+    of the responses to the same prompt in the last epoch. A reused response can provide
+    `prefix_tokens` immediately. An earlier step waits for an `urgent` request. A request that runs
+    `ahead` starts before the weights of its step exist.
     """
 
     request_id: int
@@ -82,11 +82,11 @@ class RequestState:
 
     @property
     def prefix_tokens(self) -> int:
-        """The tokens that its next start may add at once."""
+        """Return the number of tokens that the next start may add immediately."""
         return 0 if self.generated_tokens else self.spec.prefix_tokens
 
     def next_tokens(self, chunk_tokens: int) -> int:
-        """Return the most tokens of its next start."""
+        """Return the maximum number of tokens of the next start."""
         return min(chunk_tokens + self.prefix_tokens, self.remaining_tokens)
 
     @property
@@ -96,7 +96,7 @@ class RequestState:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Group:
-    """Requests with one prompt."""
+    """The requests of one prompt."""
 
     group_id: int
     max_new_tokens: int
@@ -108,13 +108,13 @@ class Group:
 
     @property
     def estimated_tokens(self) -> int:
-        """L̂: the longest so far, or the limit until one has finished (Seer, section 4.3)."""
+        """Return L̂, the longest response, or the limit until one finishes (Seer, section 4.3)."""
         return self.longest_tokens if self.num_finished else self.max_new_tokens
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Worker:
-    """A rollout instance: its room, and the reserved part."""
+    """A rollout instance, with its room and the reserved part."""
 
     worker_id: int
     kv_tokens: int

@@ -1,4 +1,4 @@
-"""The configuration of sampling, and of a draft model."""
+"""The configuration of sampling and of draft models."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any, Literal, get_args
 
 Draw = Literal["cdf", "gumbel", "gumbel_blocks"]
 DRAWS: tuple[Draw, ...] = get_args(Draw)
-MIN_TEMPERATURE = 1e-4  # divided by far less, logits overflow float32
-MAX_STOPS = 16  # strings of one task
-MAX_STOP_CHARACTERS = 100  # of each
-MAX_STOP_BYTES = 2048  # of all strings of a response, in UTF-8: each takes half a KiB
+MIN_TEMPERATURE = 1e-4  # dividing logits by much less overflows float32
+MAX_STOPS = 16  # stop strings of one task
+MAX_STOP_CHARACTERS = 100  # of each stop string
+MAX_STOP_BYTES = 2048  # in the stop strings of a response, in UTF-8; a byte takes half a KiB
 MAX_STOP_IDS = 64
 OF_TASKS = ("temperature", "top_k", "top_p", "max_new_tokens", "stop_ids", "stop")
 _HOW = 'for example "gsm: temperature=0.6, max_new_tokens=128"'
@@ -24,20 +24,20 @@ _HOW = 'for example "gsm: temperature=0.6, max_new_tokens=128"'
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-    """The distribution and the scheme that tokens are drawn by, and the ends of responses.
+    """The sampling distribution, the draw scheme, and the stop conditions of responses.
 
     temperature 0 takes the most likely token. top_k 0 and top_p 1 are off; ties at the threshold
-    are all kept. `draw` names the scheme: `cdf` inverts the cumulative distribution of blocks of
-    about √V tokens, then the one inside the block, at one uniform each per position; `gumbel` takes
-    the argmax of logits plus Gumbel noise per token, which stays the same far more often after an
-    update, and costs a large vocabulary up to as much as the policy; `gumbel_blocks` does so for
-    blocks, then inside one, and is as cheap as `cdf`; `auto` is `gumbel_blocks` in a run that
-    verifies earlier draws with the same noise (`Reuse.mode = "coupled"`, `Sched.mode = "ahead"`),
-    else `cdf`. A response ends with the first end token of the model or its tokenizer or of
-    `stop_ids`, with the first token that completes one of the strings in `stop`, or at
-    `max_new_tokens`, and includes it. `by_task` has other settings for tasks by name: "gsm:
-    temperature=0.6, max_new_tokens=128"; values are JSON, and `stop` and `stop_ids` are added to
-    the general ones.
+    are all kept. `draw` names the scheme: `cdf` inverts the cumulative distribution over blocks of
+    about √V tokens, then over the tokens of the drawn block, with one uniform per position for
+    each; `gumbel` takes the argmax of logits plus Gumbel noise per token, which stays the same far
+    more often after an update, but costs up to as much as the policy for a large vocabulary;
+    `gumbel_blocks` does so for blocks, then inside the drawn block, and is as cheap as `cdf`;
+    `auto` is `gumbel_blocks` in a run that verifies earlier draws with the same noise
+    (`Reuse.mode = "coupled"`, `Sched.mode = "ahead"`), else `cdf`. A response finishes with the
+    first end token of the model, its tokenizer or `stop_ids`, with the first token that completes
+    one of the strings in `stop`, or at `max_new_tokens`, and includes this last token. `by_task`
+    overrides settings for tasks by name: "gsm: temperature=0.6, max_new_tokens=128"; values are
+    JSON, and `stop` and `stop_ids` are added to the general settings.
     """
 
     temperature: float = 1.0
@@ -68,11 +68,11 @@ class SamplingConfig:
 
     @property
     def scheme(self) -> Draw:
-        """Return how tokens are drawn."""
+        """Return the draw scheme; `auto` counts as `cdf`."""
         return "cdf" if self.draw == "auto" else self.draw
 
     def with_scheme(self, *, verified: bool) -> SamplingConfig:
-        """Resolve `auto`: does the run verify earlier draws with the same noise?"""
+        """Resolve `auto`; `verified`: the run verifies earlier draws with the same noise."""
         if self.draw != "auto":
             return self
         return dataclasses.replace(self, draw="gumbel_blocks" if verified else "cdf")
@@ -95,11 +95,11 @@ class SamplingConfig:
         return by_name
 
     def of(self, task: str) -> SamplingConfig | None:
-        """Return a task's sampling, if it differs from the general one."""
+        """Return the sampling of a task, or None if it uses the general sampling."""
         return self.tasks.get(task)
 
     def at(self, temperature: float) -> SamplingConfig:
-        """Return this sampling with another temperature for all tasks, as evaluations have."""
+        """Return this sampling with one temperature for all tasks, as evaluations use it."""
         by_task = []
         for name, settings in map(_parsed, self.by_task):
             rest = {key: value for key, value in settings.items() if key != "temperature"}
@@ -110,7 +110,7 @@ class SamplingConfig:
 
     @property
     def variants(self) -> tuple[SamplingConfig, ...]:
-        """The sampling of all tasks, then of single tasks."""
+        """The general sampling, then the sampling of each task in `by_task`."""
         return (self, *self.tasks.values())
 
     @property
@@ -119,7 +119,10 @@ class SamplingConfig:
         return max(s.max_new_tokens for s in self.variants)
 
     def check_stops(self, vocab_size: int, min_tokens: Callable[[str], int | None]) -> None:
-        """Raise ValueError for ends that no response can have; `min_tokens` of a text."""
+        """Raise ValueError for stop ids or strings that no response can contain.
+
+        `min_tokens` returns the fewest tokens that contain a text, or None if no tokens can.
+        """
         if outside := [i for i in self.stop_ids if i >= vocab_size]:
             raise ValueError(
                 f"Sampling.stop_ids: expected ids of the policy's vocabulary of {vocab_size}, "
@@ -151,7 +154,7 @@ class SamplingConfig:
 
 
 def _parsed(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the task's name and its settings, of `NAME: key=JSON, key=JSON`."""
+    """Return the task name and the settings of `NAME: key=JSON, key=JSON`."""
     name, colon, tail = text.partition(": ")
     if not name or not colon:
         raise ValueError(
@@ -195,7 +198,7 @@ def _typed(value: Any, field: str, where: str) -> Any:
 
 def _check_stops(stop_ids: tuple[int, ...], stop: tuple[str, ...]) -> None:
     for name, values, limit in (("stop_ids", stop_ids, MAX_STOP_IDS), ("stop", stop, MAX_STOPS)):
-        if isinstance(values, str):  # its characters would each be one
+        if isinstance(values, str):  # each character would count as an entry
             raise ValueError(
                 f"{name}: expected a tuple, got {values!r:.80}; fix: ({values!r:.80},)"
             )
@@ -230,11 +233,11 @@ Proposal = Literal["likeliest", "shared_noise"]
 
 @dataclasses.dataclass(frozen=True)
 class ChainConfig:
-    """Sizes of a draft model's passes and chains.
+    """Sizes of the passes and chains of a draft model.
 
-    The first pass of a chain has `window_tokens` a row; earlier tokens come in chunks of up to
-    `chunk_tokens`, about `pass_tokens` a pass. Chains have up to `max_draft_tokens` draft tokens
-    and end when their probability falls below `min_prob`.
+    The first pass of a chain computes `window_tokens` tokens per row; earlier tokens come in chunks
+    of up to `chunk_tokens`, about `pass_tokens` per pass. Chains have up to `max_draft_tokens`
+    draft tokens and stop when their probability falls below `min_prob`.
     """
 
     window_tokens: int = 2

@@ -1,8 +1,8 @@
-"""The contract of drafters: plain arrays on the host, one entry per live request.
+"""The interface of drafters: plain arrays on the host, one entry per live request.
 
-A draft token that is rejected costs time, never correctness: the verification kernel
-emits what plain decoding would have emitted (spec/verify.py). A = live requests,
-B = slots, L = tokens of a request, N = draft tokens.
+A rejected draft token costs time, never correctness: verification emits the tokens that plain
+decoding would have emitted (spec/verify.py). A = live requests, B = slots, L = tokens of a request,
+N = draft tokens.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from reprise.spec.config import SamplingConfig
 Arguments = tuple[tuple, dict[str, Any]]
 Program = tuple[Any, Callable[[], Arguments]]  # a jitted step and a maker of its arguments
 
-PADDING = -1  # of tokens; no draw equals it
+PADDING = -1  # a token id that no draw equals
 
 
 class Source(enum.IntEnum):
     """The origin of a draft token."""
 
     OTHER = 0
-    HISTORY = 1  # the prompt's responses of the last epoch
-    GROUP = 2  # siblings that are being generated
-    OWN = 3  # the request's own prompt and response
-    LAST = 4  # the response of last epoch by the same sample index
+    HISTORY = 1  # responses to the same prompt in the last epoch
+    GROUP = 2  # sibling responses, still being generated
+    OWN = 3  # the prompt and response of the request itself
+    LAST = 4  # the response of the last epoch with the same sample index
     LEARNED = 5  # a learned drafter
     MODEL = 6  # a draft model
     CACHED = 7  # the cached response that the request starts from
-    COPY = 8  # the same request on another worker, which is further
+    COPY = 8  # the same request on another worker, which is further along
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LiveSlots:
     """The live requests; `tokens_BL[rows_A[a], :total_tokens_A[a]]` is prompt and response of a.
 
-    `tokens_BL` is the engine's table: read it during the call only, and never write to it.
-    `processing_A3` holds temperature, top-k and top-p of each; None: the rollout's.
+    `tokens_BL` is a table of the engine: read it only during the call, and never write to it.
+    `processing_A3` holds temperature, top-k and top-p per request; None means the settings of the
+    rollout.
     """
 
     rows_A: np.ndarray
@@ -70,7 +71,7 @@ class LiveSlots:
         return LiveSlots(**{k: v if k in whole else v[chosen_A] for k, v in columns.items()})
 
     def processing(self, rollout: SamplingConfig) -> np.ndarray:
-        """Return temperature, top-k and top-p of each, in this rollout; float32 [A, 3]."""
+        """Return temperature, top-k and top-p of each request in this rollout; float32 [A, 3]."""
         if self.processing_A3 is not None:
             return self.processing_A3
         one = np.array([rollout.temperature, rollout.top_k, rollout.top_p], np.float32)
@@ -78,11 +79,12 @@ class LiveSlots:
 
 
 class Drafts(NamedTuple):
-    """A tree of draft tokens for each live request, without its root; `count_A` of each are valid.
+    """Trees of draft tokens for the live requests, without roots; the first `count_A` are valid.
 
     `parents_AN` is −1 for a child of the root, else the index of an earlier draft token. `prob_AN`
     is the estimated probability that a draft token and all its ancestors are accepted; it descends,
-    so that a request's first n are the best tree of that size. `sources_AN` holds `Source` values.
+    so that the first n tokens of a request are the best tree of that size. `sources_AN` holds
+    `Source` values.
     """
 
     tokens_AN: np.ndarray
@@ -105,17 +107,18 @@ class Drafts(NamedTuple):
         return Drafts(*(x[chosen_A] for x in self))
 
     def put(self, chosen_A: np.ndarray, drafts: Drafts) -> None:
-        """Replace the drafts of some requests."""
+        """Replace the drafts of the chosen requests."""
         for whole, part in zip(self, drafts, strict=True):
             whole[chosen_A] = part
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Acceptance:
-    """Which draft tokens were accepted; bool [A, N] as in their `Drafts`.
+    """The draft tokens that were accepted; bool [A, N] as in the `Drafts`.
 
-    `accepted_AN` is the path that a request's next tokens took, `observed_AN` the draft tokens with
-    a known outcome. `verified`: by a round; otherwise plain decoding went past.
+    `accepted_AN` marks the path that the next tokens of a request took, `observed_AN` the draft
+    tokens with a known outcome. `verified` is True if a round verified the drafts, and False if
+    plain decoding drew the tokens instead.
     """
 
     verified: bool
@@ -128,7 +131,7 @@ class Acceptance:
 
 
 def no_drafts(num_requests: int, max_nodes: int) -> Drafts:
-    """Return empty drafts with room for `max_nodes` draft tokens a request."""
+    """Return empty drafts with room for `max_nodes` draft tokens per request."""
     A, N = num_requests, max_nodes
     drafts = Drafts(
         np.empty((A, N), np.int32),
@@ -150,7 +153,7 @@ def fill(
     prob_AM: np.ndarray,
     count_A: np.ndarray,
 ) -> Drafts:
-    """Write the first `count_A` draft tokens of trees to the drafts of the requests `chosen_A`."""
+    """Write the first `count_A` draft tokens of trees into the drafts of requests `chosen_A`."""
     a, m = np.nonzero(np.arange(tokens_AM.shape[1]) < count_A[:, None])
     drafts.tokens_AN[chosen_A[a], m] = tokens_AM[a, m]
     drafts.parents_AN[chosen_A[a], m] = parents_AM[a, m]
@@ -160,7 +163,7 @@ def fill(
 
 
 class RoundsInput(NamedTuple):
-    """A drafter's part of device rounds; `drafting` is static, `cache` is consumed."""
+    """The drafter's inputs for rounds on the device; `drafting` is static, `cache` is donated."""
 
     drafting: Any
     cache: Any
@@ -170,41 +173,42 @@ class RoundsInput(NamedTuple):
 
 
 class RoundsDrafter(Protocol):
-    """A drafter that can draft inside rounds on the device, several between two fetches."""
+    """A drafter that can draft on the device, in several rounds between two fetches."""
 
     depth: int
     source: Source
 
     @property
     def max_tokens(self) -> int:
-        """The most draft tokens of a request that it can use."""
+        """The most draft tokens per request that the drafter can use."""
         ...
 
     @property
     def num_positions(self) -> int:
-        """The positions of its cache, which rounds need of the policy's too; 0: it has none yet."""
+        """The positions of the drafter cache, a minimum for the policy cache; 0 if none."""
         ...
 
     def enter_rounds(self, live: LiveSlots, max_tokens: int, num_positions: int) -> RoundsInput:
-        """Make the cache complete for all requests, each to have up to `max_tokens` a round."""
+        """Complete the cache of all requests, which draft up to `max_tokens` per round."""
         ...
 
     def leave_rounds(self, live: LiveSlots, cache: Any, acceptance_X2: np.ndarray) -> None:
-        """Take the complete cache back, and each request's acceptance in each round."""
+        """Take back the complete cache, and the acceptance of each request in each round."""
         ...
 
     def empty_rounds(self, num_slots: int, num_positions: int) -> RoundsInput:
-        """Return the same for rows at rest, to compile rounds with."""
+        """Return the input for idle rows only, to compile rounds with."""
         ...
 
 
 class Drafter(Protocol):
-    """Proposes drafts; the engine calls `propose` at most once a round.
+    """A source of drafts; the engine calls `propose` at most once per round.
 
-    It drafts for requests that may have draft tokens, not for those whose cached response
-    continues. `skipped` names the drafters that a union leaves out of the next round. With
-    `arrives_later` other workers make its drafts, and no round goes without it. If it `can_lag`,
-    `committed` is left out while nothing is drafted, and called before the next `propose`.
+    `propose` gets only requests that may have draft tokens, without requests that continue a cached
+    response. `skipped` names the drafters that a union leaves out of the next round. With
+    `arrives_later` other workers make the drafts, and the engine retries right after a round
+    without drafts. If the drafter `can_lag`, the engine skips `committed` in plain rounds and calls
+    `catch_up` before the next `propose`.
     """
 
     skipped: frozenset[str] = frozenset()
@@ -218,29 +222,29 @@ class Drafter(Protocol):
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         """Draft up to `max_nodes_A` (1 or more) tokens for each request, at most `max_nodes`.
 
-        A parent comes before its children, and siblings differ in their tokens, or the round fails
-        with ValueError.
+        A parent comes before its children, and siblings have different tokens; otherwise the round
+        raises ValueError.
         """
         ...
 
     def in_rounds(self) -> RoundsDrafter | None:
-        """Return the drafter of the next rounds if only it drafts, and can on the device."""
+        """Return the only drafter of the next rounds if it can draft on the device, else None."""
         return None
 
     def observe(self, drafts: Drafts, acceptance: Acceptance) -> None:
-        """Learn the acceptance of the last drafts, of the requests of `propose`."""
+        """Receive the acceptance of the last drafts, for the requests passed to `propose`."""
         return
 
     def committed(self, live: LiveSlots) -> None:
-        """Learn the requests' present tokens: called while the device computes, and see above."""
+        """Receive the current request tokens while the device computes; see `can_lag` above."""
         return
 
     def catch_up(self, live: LiveSlots) -> None:
-        """Learn the requests' present tokens before `propose` is called, after plain rounds."""
+        """Receive the current tokens of the requests before `propose`, after plain rounds."""
         self.committed(live)
 
     def finished(self, live: LiveSlots) -> None:
-        """Forget these requests, which have ended."""
+        """Forget these requests, which have finished."""
         return
 
     def left(self, live: LiveSlots) -> None:
@@ -248,38 +252,41 @@ class Drafter(Protocol):
         self.finished(live)
 
 
-# assumed before any draft token was observed: how many, and their acceptance
+# the prior of acceptance rates: the number of draft tokens that it counts as, and its rate
 PRIOR_DRAFTS, PRIOR_PROB = 8, 0.7
 
 
 def round_acceptance(
     drafts: Drafts, taken_A: np.ndarray, tokens_AN: np.ndarray, emitted_A: np.ndarray
 ) -> Acceptance:
-    """Compare with a round over the first `taken_A`; its last token is never a draft token."""
+    """Compare drafts with a round that verified the first `taken_A` draft tokens of each request.
+
+    The last token of the round is never a draft token.
+    """
     accepted_AN = _accepted(*drafts[:2], taken_A, tokens_AN, emitted_A - 1)
     return Acceptance(True, accepted_AN, np.arange(drafts.max_nodes) < taken_A[:, None])
 
 
 def plain_acceptance(drafts: Drafts, tokens_AN: np.ndarray, emitted_A: np.ndarray) -> Acceptance:
-    """Compare with plain rounds that drew `tokens_AN` instead, the first `emitted_A` valid."""
+    """Compare drafts with the first `emitted_A` of `tokens_AN`, drawn by plain rounds instead."""
     depth_AN = _depths(drafts.parents_AN, drafts.count_A)
     accepted_AN = _accepted(*drafts[:2], drafts.count_A, tokens_AN, emitted_A)
     return Acceptance(False, accepted_AN, (depth_AN > 0) & (depth_AN <= emitted_A[:, None]))
 
 
 def longest_paths(drafts: Drafts, observed_AN: np.ndarray) -> np.ndarray:
-    """Return the length of each request's longest observed path, the most that can be accepted."""
+    """Return the depth of the longest observed path per request, the most that can be accepted."""
     depth_AN = _depths(drafts.parents_AN, drafts.count_A)
     return np.where(observed_AN, depth_AN, 0).max(axis=1, initial=0)
 
 
 def by_source(drafts: Drafts, marked_AN: np.ndarray) -> np.ndarray:
-    """Return how many of the marked draft tokens each `Source` gave; int64 [sources]."""
+    """Return the number of marked draft tokens from each `Source`; int64 [sources]."""
     return _count(drafts.sources_AN, marked_AN, len(Source))
 
 
 def sums(drafts: Drafts, acceptance: Acceptance) -> tuple[np.ndarray, np.ndarray]:
-    """Return (accepted, expected to be) of each request's observed draft tokens; float64 [A]."""
+    """Return the (accepted, expected) numbers of observed draft tokens per request; float64 [A]."""
     return _sums(drafts.prob_AN, acceptance.accepted_AN, acceptance.observed_AN)
 
 
@@ -320,7 +327,7 @@ def _accepted(draft_AN, parents_AN, verified_A, tokens_AN, known_A):  # type: ig
 
 @numba.njit(cache=True, nogil=True)
 def _depths(parents_AN, count_A):  # type: ignore[no-untyped-def]
-    """Draft tokens on the way to each one, itself included; 0: none."""
+    """Return the depth of each draft token, 1 for children of the root and 0 for padding."""
     depth_AN = np.zeros(parents_AN.shape, np.int32)
     for a in range(len(count_A)):
         for i in range(count_A[a]):
@@ -343,7 +350,7 @@ class RequestIndex:
         return len(self._numbers)
 
     def of(self, live: LiveSlots) -> np.ndarray:
-        """Return the number of each live request, int64 [A]; new requests are given one."""
+        """Return the number of each live request, int64 [A]; new requests get a free number."""
         ids_A = live.request_ids_A
         if ids_A is not self._last_ids_A:
             if not np.array_equal(ids_A, self._last_ids_A):
@@ -353,7 +360,7 @@ class RequestIndex:
         return self._last_rows_A
 
     def forget(self, request_ids: Iterable[int]) -> list[int]:
-        """Forget requests that have ended; return the numbers that they had."""
+        """Forget finished requests; return the numbers that they had."""
         had = [self._numbers.pop(r) for r in request_ids if r in self._numbers]
         self._free += had
         if had:
@@ -371,7 +378,7 @@ class RequestIndex:
 
 
 def with_room(rows_F: np.ndarray, size: int, fill: float) -> np.ndarray:
-    """Return `rows_F` if it has `size` rows, else a longer copy whose new rows are `fill`."""
+    """Return `rows_F` if it has `size` rows, else a longer copy with new rows set to `fill`."""
     if len(rows_F) >= size:
         return rows_F
     longer = np.full((max(size, 2 * len(rows_F)), *rows_F.shape[1:]), fill, rows_F.dtype)
@@ -380,7 +387,7 @@ def with_room(rows_F: np.ndarray, size: int, fill: float) -> np.ndarray:
 
 
 class PerRequest:
-    """A number per request, kept by its id; new requests start at `start`."""
+    """A value per request id; new requests start at `start`."""
 
     def __init__(self, index: RequestIndex, start: float) -> None:
         self._index, self._start = index, start

@@ -1,7 +1,7 @@
-"""The schemes of `Sampling.draw`: a token of a distribution by the noise of a key.
+"""The schemes of `Sampling.draw`, which draw a token of a distribution with the noise of a key.
 
-All draw with the exact probabilities. `cdf` inverts a cumulative distribution. The other two take
-the highest of noisy tokens, which stays the highest far more often when probabilities move a
+All schemes draw with the exact probabilities. `cdf` inverts a cumulative distribution. The other
+two take the argmax of noisy tokens, which stays the same far more often when probabilities move a
 little: `gumbel` has noise for every token, `gumbel_blocks` for every block of tokens and then for
 the tokens of one block. Masses are in blocks, [..., C', W] and [..., C] (`sampling.Masses`).
 """
@@ -15,7 +15,7 @@ import numpy as np
 from reprise.models.layers import PRODUCT_AXES
 from reprise.models.sharding import constrain
 
-BELOW_ONE = np.float32(1 - 2**-24)  # the largest words round up to 1
+BELOW_ONE = np.float32(1 - 2**-24)  # the largest random words would round up to 1
 
 
 def _random_floats(keys: jax.Array, count: int) -> jax.Array:
@@ -32,7 +32,8 @@ def uniforms(keys: jax.Array) -> jax.Array:
 def exponentials(keys: jax.Array, count: int) -> jax.Array:
     """Return exponential variables E = −log(1 − u) of each key, [..., count]; −log E are Gumbel.
 
-    One word each: small E decide draws, and are multiples of 2⁻³². None is 0 or infinite.
+    One random word per variable is enough: small E decide draws, and are multiples of 2⁻³². No E is
+    0 or infinite.
     """
     u = jnp.minimum(_random_floats(keys, count) + np.float32(2**-33), BELOW_ONE)
     return -jnp.log1p(-u)
@@ -41,8 +42,8 @@ def exponentials(keys: jax.Array, count: int) -> jax.Array:
 def _first_above(mass_N: jax.Array, upto_N: jax.Array, target: jax.Array) -> jax.Array:
     """Return the first index of positive mass with cumulative mass above the target, else the last.
 
-    A scan in parallel rounds each entry separately, so that the cumulative mass may move by an ulp
-    at a mass of 0: looking at `upto` alone would draw there.
+    A parallel scan rounds each entry separately, so that the cumulative mass may move by an ulp at
+    a mass of 0: a search of `upto_N` only could draw there.
     """
     index_N = jnp.arange(mass_N.shape[-1])
     positive_N = mass_N > 0
@@ -52,19 +53,19 @@ def _first_above(mass_N: jax.Array, upto_N: jax.Array, target: jax.Array) -> jax
 
 
 def _block_masses(mass_CW: jax.Array, block: jax.Array) -> jax.Array:
-    """Return the masses of one block of each row, whole on every device; [..., W]."""
+    """Return the masses of one block per row, without splitting blocks over devices; [..., W]."""
     mass_W = jnp.take_along_axis(mass_CW, block[..., None, None], axis=-2)[..., 0, :]
     rows = (PRODUCT_AXES[0], *[None] * mass_W.ndim)[: mass_W.ndim - 1]
     return constrain(mass_W, *rows, None)
 
 
 def cdf(mass_CW: jax.Array, mass_C: jax.Array, keys: jax.Array) -> jax.Array:
-    """Draw a block by its cumulative mass, then a token of it.
+    """Draw a block by its cumulative mass, then a token in the block.
 
-    Each search takes the first entry whose cumulative mass exceeds uniform · total: V/W + W
-    additions in sequence instead of V. Each has a separate uniform: one for both would leave the
-    second the float32 difference, 2⁻²⁴ of all mass, which is too coarse for rare tokens. A token of
-    mass 0 is never drawn.
+    Each search takes the first entry with a cumulative mass above uniform · total, in V/W + W
+    sequential additions instead of V. Each search has a separate uniform: with a shared uniform,
+    the second search would use the float32 difference, 2⁻²⁴ of all mass, which is too coarse for
+    rare tokens. A token of mass 0 is never drawn.
     """
     u_2 = uniforms(keys)
     W = mass_CW.shape[-1]
@@ -79,7 +80,7 @@ def cdf(mass_CW: jax.Array, mass_C: jax.Array, keys: jax.Array) -> jax.Array:
 def _races(mass_CW: jax.Array, mass_C: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return exponentials of the blocks, [..., C], and of the places inside a block, [..., W].
 
-    All blocks share the noise of the places, since a draw looks inside one.
+    All blocks share the noise of the places, since a draw looks inside only one block.
     """
     C = mass_C.shape[-1]
     wait_X = exponentials(keys, C + mass_CW.shape[-1])
@@ -87,11 +88,12 @@ def _races(mass_CW: jax.Array, mass_C: jax.Array, keys: jax.Array) -> tuple[jax.
 
 
 def gumbel_blocks(mass_CW: jax.Array, mass_C: jax.Array, keys: jax.Array) -> jax.Array:
-    """Draw a block, the argmax of log mass + Gumbel(r, t, block), then a token of it likewise.
+    """Draw a block by the argmax of log mass + Gumbel(r, t, block), then a token in it likewise.
 
-    P(token) = P(block) · P(token | block), by V/W + W random numbers instead of V. Computed as the
-    argmax of mass / E, which needs no logarithms of masses. A token of mass 0 is never drawn: the
-    drawn block has at least 2⁻³³/17 of the highest block's mass, so that no quotient underflows.
+    P(token) = P(block) · P(token | block), with V/W + W random numbers instead of V. The draw is
+    computed as the argmax of mass / E, which needs no logarithms of masses. A token of mass 0 is
+    never drawn: the drawn block has at least 2⁻³³/17 of the mass of the heaviest block, so that no
+    quotient underflows.
     """
     wait_C, wait_W = _races(mass_CW, mass_C, keys)
     block = jnp.argmax(mass_C / wait_C, axis=-1)
@@ -102,10 +104,10 @@ def gumbel_blocks(mass_CW: jax.Array, mass_C: jax.Array, keys: jax.Array) -> jax
 def ranked_blocks(
     logits_V: jax.Array, mass_CW: jax.Array, mass_C: jax.Array, keys: jax.Array
 ) -> jax.Array:
-    """Return scores of `gumbel_blocks`, [..., V]: high where little change leads to the token.
+    """Return scores of `gumbel_blocks`, [..., V]: high if a small change would draw the token.
 
-    A score is minus the lead of the drawn block over the token's, less the lead of that block's
-    best token over it. They are of logits, up to a constant.
+    A score is minus the lead of the drawn block over the block of the token, less the lead of the
+    best token in that block over the token. Scores are differences of logits, up to a constant.
     """
     V = logits_V.shape[-1]
     C = mass_C.shape[-1]
@@ -113,13 +115,13 @@ def ranked_blocks(
     wait_C, wait_W = _races(mass_CW, mass_C, keys)
     block_C = jnp.log(mass_C) - jnp.log(wait_C)  # a quotient of masses could underflow
     best_C = jnp.max(jnp.log(mass_CW) - jnp.log(wait_W)[..., None, :], axis=-1)[..., :C]
-    lead_C = jnp.where(mass_C > 0, block_C - best_C, 0.0)  # of nothing: −∞ − −∞
+    lead_C = jnp.where(mass_C > 0, block_C - best_C, 0.0)  # an empty block would give −∞ − −∞
     noise_V = jnp.tile(-jnp.log(wait_W), C)[..., :V]
     return logits_V + noise_V + jnp.repeat(lead_C, W, axis=-1)[..., :V]
 
 
 def noisy(logits_V: jax.Array, keys: jax.Array) -> jax.Array:
-    """Return logit + Gumbel(r, t, token), whose argmax is the draw of `gumbel`; [..., V]."""
+    """Return logit + Gumbel(r, t, token), [..., V]; its argmax is the draw of `gumbel`."""
     V = logits_V.shape[-1]
     noise = jax.vmap(lambda k: jax.random.gumbel(k, (V,), jnp.float32, mode="high"))(
         keys.reshape(-1)

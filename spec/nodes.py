@@ -1,11 +1,11 @@
-"""The nodes of a packed round, of all requests together, and their draws.
+"""The nodes of a packed round, over all requests, and their draws.
 
 A node is a token for the position after its parent. The first node of every slot is its root, the
-last committed token; the others are draft tokens. Nodes are sorted by slot, a parent comes before
-its children, and siblings differ in their tokens. Padding nodes, of slot B, come last.
+last committed token; the other nodes are draft tokens. Nodes are sorted by slot, a parent comes
+before its children, and siblings have different tokens. Padding nodes have slot B and come last.
 
-A cached response is a chain of nodes. If a rule decides how much of it is kept, the next cached
-token is given at a node, with the least log-probability at which it is kept.
+A cached response is a chain of nodes. If a rule decides how much of the response is kept, a node is
+given the next cached token and the least log-probability at which this token is kept.
 
 M nodes, B slots, W nodes of a slot, N tokens of a slot.
 """
@@ -30,11 +30,11 @@ NOT_GIVEN = -1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Nodes:
-    """`tokens_M`, `slots_M` and `parents_M`, int32; roots have the slots' tokens.
+    """Packed nodes, with int32 tokens, slots and parents; roots take their tokens from the slots.
 
     `given_M` is the token that is kept after a node if the policy gives it a log-probability of at
-    least `min_logprob_M`, float32; `NOT_GIVEN` for none. None: of no node. `chunks` are computed
-    next to roots alone, and nothing is drawn at their tokens.
+    least `min_logprob_M`, float32; `NOT_GIVEN` for a node without such a token, None if no node has
+    a token. `chunks` are computed in the same round, and nothing is drawn at their tokens.
     """
 
     tokens_M: jax.Array
@@ -55,10 +55,10 @@ def pack(
 ) -> np.ndarray:
     """Return a root for every slot and the first `taken_A` draft tokens of each request; [5, M].
 
-    The rows are the fields of `Nodes`, float32 as bits; nothing is given. Raises ValueError for
-    drafts that would change tokens: more than `num_nodes` in all or `max_nodes` of a slot (a
-    budget's fault), a parent that does not come before its child, siblings with one token (a
-    drafter's).
+    The rows are the fields of `Nodes`, with float32 as bits; no tokens are given. Raises ValueError
+    for drafts that would change tokens: more than `num_nodes` in all or `max_nodes` of a slot (an
+    error of the budget), a parent that does not come before its child, or siblings with the same
+    token (errors of the drafter).
     """
     taken, max_drafts = int(taken_A.sum()), int(taken_A.max(initial=0))
     if num_slots + taken > num_nodes or max_drafts >= max_nodes:
@@ -83,7 +83,7 @@ def pack(
 
 
 def unpack(table_5M: jax.Array) -> Nodes:
-    """Return the nodes of `pack`'s table, on the device."""
+    """Return the nodes of a `pack` table, on the device."""
     tokens_M, slots_M, parents_M, given_M, bits_M = table_5M
     min_logprob_M = jax.lax.bitcast_convert_type(bits_M, jnp.float32)
     return Nodes(tokens_M, slots_M, parents_M, given_M, min_logprob_M)
@@ -91,9 +91,9 @@ def unpack(table_5M: jax.Array) -> Nodes:
 
 @numba.njit(cache=True, nogil=True)
 def _pack(tokens_AN, parents_AN, taken_A, request_B, max_drafts, table_5M):  # type: ignore[no-untyped-def]
-    """Return the request and the place of the first draft token that is wrong; −1 if none is."""
+    """Return the request and place of the first invalid draft token; −1 if all are valid."""
     m, num_slots = 0, len(request_B)
-    # of each parent its last child so far, of each draft token its sibling before
+    # the last child of each parent so far, and the previous sibling of each draft token
     last_N, before_N = np.empty(max_drafts + 1, np.int32), np.empty(max_drafts, np.int32)
     for b in range(num_slots):
         root, a = m, request_B[b]
@@ -118,7 +118,7 @@ def _pack(tokens_AN, parents_AN, taken_A, request_B, max_drafts, table_5M):  # t
 
 
 def roots(last_token_B: jax.Array) -> Nodes:
-    """Return a root for every slot and no draft tokens: plain decoding."""
+    """Return a root for every slot, without draft tokens: plain decoding."""
     slots_B = jnp.arange(last_token_B.shape[0], dtype=jnp.int32)
     return Nodes(last_token_B, slots_B, jnp.full_like(slots_B, NO_PARENT))
 
@@ -128,8 +128,8 @@ def of_trees(
 ) -> tuple[Nodes, jax.Array]:
     """Return the first `count_B` nodes of trees, roots included, as the nodes of a round.
 
-    `parents_BN` are places in the slot's tree, −1 for the root. Returns with them the place of each
-    tree's nodes among the round's, int32 [B, N]; `num_nodes` if there is none.
+    `parents_BN` are places in the tree of the slot, −1 for the root. Also returns the index of each
+    tree node among the nodes of the round, int32 [B, N]; `num_nodes` for places without a node.
     """
     (B, N), at_N = tokens_BN.shape, jnp.arange(tokens_BN.shape[1], dtype=jnp.int32)
     end_B = jnp.cumsum(count_B)
@@ -145,7 +145,7 @@ def of_trees(
 
 
 def planted(nodes: Nodes, last_token_B: jax.Array) -> Nodes:
-    """Return the nodes with the roots' tokens."""
+    """Return the nodes with the roots' tokens filled in."""
     is_root_M = (nodes.parents_M < 0) & (nodes.slots_M < len(last_token_B))
     last_token_M = jnp.take(last_token_B, nodes.slots_M, mode="clip")
     tokens_M = jnp.where(is_root_M, last_token_M, nodes.tokens_M)
@@ -153,7 +153,7 @@ def planted(nodes: Nodes, last_token_B: jax.Array) -> Nodes:
 
 
 def trees(nodes: Nodes, num_slots: int, max_nodes: int) -> Trees:
-    """Return the nodes' trees by slot; no slot has more than `max_nodes`."""
+    """Return the trees of the nodes by slot; no slot has more than `max_nodes` nodes."""
     M, W = len(nodes.slots_M), min(max_nodes, len(nodes.slots_M) - num_slots + 1)
     first_B = jnp.searchsorted(nodes.slots_M, jnp.arange(num_slots)).astype(jnp.int32)
     place_M = jnp.arange(M) - jnp.take(first_B, nodes.slots_M, mode="clip")
@@ -163,7 +163,7 @@ def trees(nodes: Nodes, num_slots: int, max_nodes: int) -> Trees:
 
 
 def _paths(above_BW: jax.Array) -> jax.Array:
-    """Return mask[b, i, j]: place j is place i or on the way from it to a root; bool [B, W, W]."""
+    """Return mask[b, i, j]: place j is place i or one of its ancestors; bool [B, W, W]."""
     places_W = jnp.arange(above_BW.shape[1])
 
     def step(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -178,15 +178,15 @@ def _paths(above_BW: jax.Array) -> jax.Array:
     return jax.lax.while_loop(lambda carry: jnp.any(carry[1] >= 0), step, (start, itself))[0]
 
 
-DRAWN, KEPT = 1, 2  # kinds of emitted tokens; 0: none
+DRAWN, KEPT = 1, 2  # kinds of emitted tokens; 0 if not emitted
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """Draws of a round at each node; `emitted_M` marks the slots' next tokens.
+    """Draws of a round at each node; `emitted_M` marks the next tokens of the slots.
 
-    At nodes of `reused_M` the given token was kept. `of_chunks` are the entries of the chunks'
+    `reused_M` marks the nodes that kept their given token. `of_chunks` are the entries of the chunk
     tokens.
     """
 
@@ -198,7 +198,7 @@ class Drawn:
 
 
 def pack_draws(drawn: Drawn) -> jax.Array:
-    """Pack for one transfer: tokens, bits of log-probs, `DRAWN` or `KEPT`; int32 [3, M]."""
+    """Pack draws for one transfer: tokens, log-prob bits, `DRAWN`, `KEPT` or 0; int32 [3, M]."""
     bits_M = jax.lax.bitcast_convert_type(drawn.logprobs_M.astype(jnp.float32), jnp.int32)
     kind_M = jnp.where(drawn.emitted_M, jnp.where(drawn.reused_M, KEPT, DRAWN), 0)
     return jnp.stack([drawn.tokens_M, bits_M, kind_M])
@@ -212,7 +212,7 @@ def unpack_draws(packed: jax.Array | np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 @numba.njit(cache=True, nogil=True)
 def by_slot(tokens_M, logprobs_M, kind_M, slots_M, num_slots):  # type: ignore[no-untyped-def]
-    """Return (tokens_BN, logprobs_BN, count_B, reused_B): each slot's emitted tokens, in order.
+    """Return the emitted tokens of each slot in order: (tokens_BN, logprobs_BN, count_B, reused_B).
 
     The first `reused_B` were given and kept. Nodes are sorted by slot, and along a path by depth.
     """

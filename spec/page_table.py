@@ -1,8 +1,8 @@
-"""Each slot's pages of a paged cache: reserved, shared by counting, released.
+"""The pages of each slot in a paged cache: reserved, shared by reference counts, released.
 
-Pure host logic. Slots with the same first tokens may share pages, which are read-only then; a slot
-that starts to differ inside a page has a copy of it. On a mesh slots and pages are in as many parts
-as the batch axes have ways, and a slot has pages of its part.
+Pure host logic. Slots with the same first tokens may share pages, which are then read-only; a slot
+that diverges inside a page gets a copy of the page. On a mesh, slots and pages are split into one
+part per way of the batch axes, and a slot has pages of its part.
 
 B slots, N pages of a slot at most, P pages, T positions of a page.
 """
@@ -17,7 +17,7 @@ NO_PAGE = -1
 
 
 def spread(num_slots: int, slot_pages: int, num_pages: int, ways: int) -> np.ndarray:
-    """Return a full table for programs that are timed: pages of the slots' parts, repeated."""
+    """Return a full table for timing programs; the pages of a part repeat over its slots."""
     slots, each = num_slots // ways, num_pages // ways
     local_BN = np.arange(slots * slot_pages).reshape(slots, slot_pages) % each
     parts = [local_BN + part * each for part in range(ways)]
@@ -33,8 +33,8 @@ class PageTable:
         assert num_pages % ways == 0 and num_slots % ways == 0, (num_slots, num_pages, ways)
         self.page_tokens, self.ways = page_tokens, ways
         self.pages_BN = np.full((num_slots, slot_pages), NO_PAGE, np.int32)
-        self.held_B = np.zeros(num_slots, np.int64)  # pages of each slot
-        self.users_P = np.zeros(num_pages, np.int64)  # slots that have each page
+        self.held_B = np.zeros(num_slots, np.int64)  # number of pages of each slot
+        self.users_P = np.zeros(num_pages, np.int64)  # number of slots that use each page
         each = num_pages // ways
         self._free = [list(range((w + 1) * each - 1, w * each - 1, -1)) for w in range(ways)]
 
@@ -42,7 +42,7 @@ class PageTable:
         return len(self.pages_BN)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Return how many pages hold so many tokens."""
+        """Return the number of pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_tokens)
 
     def part_of(self, slot: int) -> int:
@@ -53,13 +53,13 @@ class PageTable:
         return len(self._free[part])
 
     def pages_of(self, slot: int, num_tokens: int) -> np.ndarray:
-        """Return the pages that hold a slot's first tokens."""
+        """Return the pages that hold the first `num_tokens` tokens of a slot."""
         count = self.pages_for(num_tokens)
         assert count <= self.held_B[slot], (slot, num_tokens)
         return self.pages_BN[slot, :count]
 
     def reserve(self, slot: int, num_tokens: int) -> bool:
-        """Give a slot pages for so many tokens; False, without a change, if there are too few."""
+        """Reserve pages for `num_tokens` tokens; return False, unchanged, if too few are free."""
         held = int(self.held_B[slot])
         return self._extend(slot, self.pages_for(num_tokens) - held)
 
@@ -75,10 +75,10 @@ class PageTable:
         return True
 
     def share(self, source: int, slot: int, num_tokens: int) -> list[tuple[int, int]] | None:
-        """Give an empty slot the first tokens of another one.
+        """Give an empty slot the first `num_tokens` tokens of the slot `source`.
 
-        Returns the pages to copy, (from, to): the last one unless it is full, and all between two
-        parts. None, without a change, if there are too few pages.
+        Returns the pages to copy, (from, to): the last page unless it is full, and all pages if the
+        slots are in different parts. Returns None, without a change, if too few pages are free.
         """
         assert self.held_B[slot] == 0 and source != slot, (source, slot)
         theirs = self.pages_of(source, num_tokens).tolist()
@@ -95,7 +95,7 @@ class PageTable:
         return list(zip(theirs[shared:], own, strict=True))
 
     def release(self, slot: int, kept_tokens: int = 0) -> None:
-        """Take from a slot its pages after the first tokens."""
+        """Release the pages of a slot after its first `kept_tokens` tokens."""
         num_pages = min(self.pages_for(kept_tokens), int(self.held_B[slot]))
         for n in range(int(self.held_B[slot]) - 1, num_pages - 1, -1):
             page = int(self.pages_BN[slot, n])
@@ -106,7 +106,7 @@ class PageTable:
         self.held_B[slot] = num_pages
 
     def take_rows(self, rows: Sequence[int]) -> None:
-        """Make slot i what slot `rows[i]` was; −1: a new one. Other slots are released."""
+        """Move the pages of slot `rows[i]` to slot i (−1: an empty slot); release other slots."""
         keep = set(rows)
         for slot in range(len(self)):
             if slot not in keep:
@@ -117,7 +117,7 @@ class PageTable:
         self.held_B = np.where(index < 0, 0, held_B[np.maximum(index, 0)])
 
     def used_by(self, slots: Sequence[int]) -> np.ndarray:
-        """Return which pages these slots have; bool [P]."""
+        """Return a mask of the pages that these slots use; bool [P]."""
         used_P = np.zeros(len(self.users_P), bool)
         for slot in slots:
             used_P[self.pages_BN[slot, : self.held_B[slot]]] = True

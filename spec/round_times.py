@@ -1,7 +1,7 @@
-"""Measured seconds of rounds by bucket, for budgets, and their correction in a run.
+"""Measured seconds of rounds by bucket, for budgets, and their correction during a run.
 
-The nodes of a round cover all its slots: as many as there are slots in plain decoding.
-n = rounds, t = seconds of the table, m = measured seconds.
+The nodes of a round count all its slots: plain decoding has one node per slot. n = rounds, t =
+seconds of the table, m = measured seconds.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ ROUND, CHUNKS, DRAFT = "packed round", "draws in chunks", "draft "
 SHORT, BESIDE = "packed round of short rows", "draws in chunks with a round"
 FETCH = "host of a fetch"
 NAMED = ROUND, SHORT, CHUNKS, BESIDE, FETCH
-SHORT_PART, LIVE_PART = 8, 2  # of the positions are live in short rows, and in all other tables
+SHORT_PART, LIVE_PART = 8, 2  # 1/8 of the positions are live in short rows, 1/2 in all other tables
 CHUNKS_USED = 0.75  # measured with configs/epochs_tiny.gin: the last chunk of a response is cut
-NODES_USED = 0.6  # as well: chains are cut, and slots whose prompts are computed have none
+NODES_USED = 0.6  # same source: chains are cut, and slots that compute prompts have none
 Table = Mapping[tuple[int, int, int], float]
 
 
@@ -26,7 +26,7 @@ def monotone(seconds: Table) -> dict[tuple[int, int, int], float]:
     """Return the isotonic regression of seconds over the nodes of each (slots, positions)."""
     fitted: dict[tuple[int, int, int], float] = {}
     for slots, positions in {(b, s) for b, _, s in seconds}:
-        blocks: list[tuple[list[int], float]] = []  # nodes, and their mean
+        blocks: list[tuple[list[int], float]] = []  # node counts, and their mean seconds
         for nodes in sorted(n for b, n, s in seconds if (b, s) == (slots, positions)):
             blocks.append(([nodes], seconds[slots, nodes, positions]))
             while len(blocks) > 1 and blocks[-2][1] > blocks[-1][1]:
@@ -40,12 +40,12 @@ def monotone(seconds: Table) -> dict[tuple[int, int, int], float]:
 class RoundTimes:
     """Seconds of a round by (slots, nodes, positions), measured on this device and shape.
 
-    Half of the positions are live, in `short_seconds` an eighth: a plain round gains more by it
-    than one with draft tokens. `draft_seconds` are the additional seconds of each drafter on the
-    device, by (slots, depth, positions); `chunk_seconds` the seconds of passes that draw after the
-    tokens of chunks, by (slots, tokens of chunks, positions), and `beside_seconds` the seconds of
-    such a pass with a plain round. `fetch_seconds` are the host's in a fetch, by (slots, 1,
-    positions).
+    Half of the positions are live, in `short_seconds` an eighth: short rows speed up a plain round
+    more than a round with draft tokens. `draft_seconds` are the additional seconds of each drafter
+    on the device, by (slots, depth, positions); `chunk_seconds` the seconds of passes that draw
+    after the tokens of chunks, by (slots, tokens of chunks, positions), and `beside_seconds` the
+    seconds of such a pass with a plain round. `fetch_seconds` are the host seconds of a fetch, by
+    (slots, 1, positions).
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RoundTimes:
         self._drafts = {name: dict(table) for name, table in (draft_seconds or {}).items()}
 
     def put(self, more: RoundTimes) -> None:
-        """Replace the seconds of some rounds."""
+        """Replace the seconds of the rounds in `more`."""
         self._seconds.update(more._seconds)
         self._short.update(more._short)
         self._chunks.update(more._chunks)
@@ -72,7 +72,7 @@ class RoundTimes:
         self._fetches.update(more._fetches)
 
     def longer(self, num_slots: int, num_nodes: int, num_positions: int) -> RoundTimes:
-        """Return what holds for a longer bucket as long as it is not measured: the longest one."""
+        """Return the seconds of the longest measured bucket for a longer, unmeasured bucket."""
         size, bucket = (num_slots, num_nodes), (num_slots, num_nodes, num_positions)
         last = max(b for b in self._seconds if b[:2] == size)
         return RoundTimes({bucket: self._seconds[last]})
@@ -85,9 +85,11 @@ class RoundTimes:
     def __call__(
         self, num_slots: int, num_nodes: int, num_positions: int, live_tokens: float | None = None
     ) -> float | None:
-        """Return the seconds of a round with so many live positions a row, by mean; None: half.
+        """Return the seconds of a round with a mean of `live_tokens` live positions per row.
 
         t(short) + (t − t(short)) · (live − S/8) / (S/2 − S/8),  never below t(short)
+
+        Without `live_tokens`, half of the positions are live.
         """
         bucket = num_slots, num_nodes, num_positions
         taken_s, short_s = self._seconds.get(bucket), self._short.get(bucket)
@@ -97,7 +99,7 @@ class RoundTimes:
         return short_s + max(taken_s - short_s, 0.0) * max(live_tokens - low, 0.0) / (high - low)
 
     def draft(self, name: str, num_slots: int, depth: int, num_positions: int) -> float:
-        """Interpolate the seconds between the measured depths; 0 if none is measured."""
+        """Return drafting seconds, interpolated between measured depths; 0 if unmeasured."""
         table, bucket = self._drafts.get(name, {}), (num_slots, num_positions)
         at = [(d, taken_s) for (slots, d, s), taken_s in table.items() if (slots, s) == bucket]
         if not at:
@@ -106,9 +108,9 @@ class RoundTimes:
         return t0 if d0 == d1 else t0 + (t1 - t0) * (depth - d0) / (d1 - d0)
 
     def scaled(self, factor: float, rounds: Table) -> RoundTimes:
-        """Return `rounds`, with these seconds of drafts and chunks times a factor.
+        """Return `rounds`, with the draft and chunk seconds of this table times a factor.
 
-        Seconds of short rows keep their ratio to the others.
+        Seconds of short rows keep their ratio to the seconds of the round.
         """
 
         def times_factor(table: Table) -> dict[tuple[int, int, int], float]:
@@ -124,7 +126,7 @@ class RoundTimes:
         )
 
     def without_drafts(self, name: str) -> RoundTimes:
-        """Return the same without the seconds of a drafter."""
+        """Return this table without the seconds of a drafter."""
         drafts = {n: t for n, t in self._drafts.items() if n != name}
         return RoundTimes(
             self._seconds,
@@ -141,13 +143,13 @@ class RoundTimes:
         return frozenset(slots for slots, _, _ in self._chunks)
 
     def fetch(self, num_slots: int) -> float:
-        """Return the host's seconds in a fetch; 0 if they are not measured."""
+        """Return the host seconds of a fetch; 0 if they are not measured."""
         return max((s for (b, _, _), s in self._fetches.items() if b == num_slots), default=0.0)
 
     def chunks(
         self, num_slots: int, num_tokens: int, num_positions: int, *, is_beside: bool = False
     ) -> float | None:
-        """Return the seconds of a pass of chunks; of the longest positions that are measured."""
+        """Return seconds of a pass of chunks at the most measured positions ≤ `num_positions`."""
         table = self._beside if is_beside else self._chunks
         sizes = [s for b, n, s in table if (b, n) == (num_slots, num_tokens) and s <= num_positions]
         return table[num_slots, num_tokens, max(sizes)] if sizes else None
@@ -157,8 +159,8 @@ class RoundTimes:
 
             t(tokens of chunks) / (c · tokens of chunks)  <  min over M of t(M nodes) / (n · M)
 
-        c and n are `CHUNKS_USED` and `NODES_USED`, the shares of them that bring a token.
-        Unmeasured counts as slower; chunks win if neither is measured.
+        c and n are `CHUNKS_USED` and `NODES_USED`, the shares of chunk tokens and nodes that yield
+        a token. An unmeasured side counts as slower; chunks win if neither is measured.
         """
         chunks_s = self._chunks.get((num_slots, chunk_tokens, num_positions))
         nodes_s = [
@@ -183,7 +185,7 @@ class RoundTimes:
 
     @staticmethod
     def from_rows(rows: Sequence[Sequence[str | float]]) -> RoundTimes:
-        """Read what `rows` returned; raises ValueError for impossible counts or seconds."""
+        """Return the table of `rows`; raise ValueError for impossible counts or seconds."""
         tables: dict[str, dict[tuple[int, int, int], float]] = {name: {} for name in NAMED}
         for name, b, n, s, taken_s in rows:
             if any(type(count) is not int or count < 1 for count in (b, n, s)):
@@ -207,17 +209,17 @@ class RoundTimes:
 
 
 Bucket = tuple[int, int, int]  # slots, nodes, positions
-PRIOR_ROUNDS = 32.0  # that the table counts as
-DECAY = 0.7  # of the rounds of earlier steps, a step
-LOSS = 0.01  # of the seconds in rounds: a step that loses less does not count
+PRIOR_ROUNDS = 32.0  # weight of the table, in rounds
+DECAY = 0.7  # factor per step on the weight of earlier rounds
+LOSS = 0.01  # share of the seconds in rounds; a step that loses less does not count
 
 
 @dataclasses.dataclass(frozen=True)
 class StepSeconds:
-    """One step: seconds in rounds and those that drafts saved, and (n, m) of each bucket.
+    """Seconds of one step: in rounds, saved by drafts, and (n, m) of each bucket.
 
     `has_history` is False if no prompt had responses of an earlier epoch to draft from.
-    `reuse_saved_s` are the seconds that cached responses saved; 0 without any.
+    `reuse_saved_s` are the seconds that cached responses saved; 0 without cached responses.
     """
 
     rollout_s: float
@@ -236,25 +238,26 @@ class StepSeconds:
 
 
 class RunSeconds:
-    """Sums up steps of a run; drafts end after `losing_steps` losing ones in a row (0: never).
+    """Totals of a run; `losing_steps` losing steps in a row turn drafts off (0: never).
 
-    Steps without history are counted apart: drafts that lose in the first epoch start again in the
-    second. So does reuse: `lost_reuse` are the latest losing steps in a row of those with any.
+    Steps without history are counted separately: drafts that lose in the first epoch start again in
+    the second. Reuse is turned off likewise: `lost_reuse` holds the latest losing steps in a row,
+    among the steps with reuse.
     """
 
     def __init__(self, losing_steps: int = 0) -> None:
         self.lost_reuse = collections.deque[StepSeconds](maxlen=losing_steps)
         self.reuse_is_off = False
-        self._off = set[bool]()  # has_history of the steps that have lost
+        self._off = set[bool]()  # `has_history` of the steps that turned drafts off
         self._lost = {x: collections.deque[StepSeconds](maxlen=losing_steps) for x in (False, True)}
         self._rounds: dict[Bucket, tuple[float, float]] = {}  # n and m
 
     def is_off(self, has_history: bool) -> bool:
-        """Return whether drafts have ended for steps with, or without, history."""
+        """Return whether drafts are off for steps with, or without, history."""
         return True in self._off or has_history in self._off
 
     def played(self, step: StepSeconds) -> None:
-        """Add the next step."""
+        """Add the seconds of the next step."""
         lost = self._lost[step.has_history]
         if step.loses:
             lost.append(step)
@@ -277,17 +280,19 @@ class RunSeconds:
         self.reuse_is_off |= 0 < len(lost) == lost.maxlen
 
     def lost(self, has_history: bool) -> tuple[float, float]:
-        """Return the seconds that drafts lost in the latest losing steps, and those steps' own."""
+        """Return (seconds lost by drafts, rollout seconds) of the latest losing steps."""
         lost = self._lost[has_history]
         return -sum(s.saved_s for s in lost), sum(s.rollout_s for s in lost)
 
     def corrected(self, times: RoundTimes) -> RoundTimes:
-        """Return the table as this run's rounds correct it; of a bucket
+        """Return the table, corrected by the rounds of this run.
+
+        The seconds of a bucket are
 
             (prior · k · t + n · m) / (prior + n),   k = Σ n m / Σ n t
 
         so that unmeasured rounds are slower by the same factor, and never cheaper with more nodes.
-        A draft's seconds are times k.
+        Draft seconds are multiplied by k.
         """
         table = times.rounds
         seen = {b: n_m for b, n_m in self._rounds.items() if b in table}

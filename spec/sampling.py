@@ -1,9 +1,9 @@
 """The sampler: token(r, t) = draw(processed_logits(r, t), noise(r, t)).
 
-The noise depends on the request's identity and the position of the token in its
-response, and on nothing else. So a rollout is a function of its seed, however it
-was batched, split or drafted, if its logits are: docs/architecture.md, Exactness,
-names the devices that find the same bits in all passes. All arithmetic here is float32.
+The noise depends only on the identity of the request and the position of the token in its response.
+So a rollout is a function of its seed, however it was batched, split or drafted, if its logits are;
+docs/architecture.md, Exactness, names the devices that compute the same bits in all passes. All
+arithmetic here is float32.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from reprise.models.sharding import constrain, ways_in_use
 from reprise.spec import draw_schemes
 from reprise.spec.config import Draw, SamplingConfig
 
-KEY_IMPL = "threefry2x32"  # named, so that a changed default of jax changes no rollout
-NOISE_NAMES = 2**31  # of requests
-Axes = tuple[str, str]  # logical axes of logits: of their first axis, and of the vocabulary
+KEY_IMPL = "threefry2x32"  # named, so that a new default in jax changes no rollout
+NOISE_NAMES = 2**31  # number of noise names of requests
+Axes = tuple[str, str]  # logical names of the first axis of logits, and of the vocabulary axis
 ROLLOUT_AXES: Axes = PRODUCT_AXES
-WHOLE_MASS = 2**30  # of the most likely token, where masses are whole numbers
-LEAST = jnp.finfo(jnp.float32).min / 2  # a logit of what cannot be
+WHOLE_MASS = 2**30  # mass of the most likely token if masses are whole numbers
+LEAST = jnp.finfo(jnp.float32).min / 2  # logit of an impossible token
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Processing:
-    """Temperature (float32), top-k (int32) and top-p (float32), traced: scalars or leading axes."""
+    """Traced temperature (float32), top-k (int32), top-p (float32): scalars or leading axes."""
 
     temperature: Any
     top_k: Any
@@ -42,25 +42,25 @@ class Processing:
 
     @classmethod
     def of(cls, sampling: SamplingConfig) -> Processing:
-        """The scalars of a configuration."""
+        """Return the scalars of a configuration."""
         return cls(
             np.float32(sampling.temperature), np.int32(sampling.top_k), np.float32(sampling.top_p)
         )
 
     @classmethod
     def filled(cls, sampling: SamplingConfig, shape: tuple[int, ...]) -> Processing:
-        """Host arrays of a shape, all with the settings of a configuration."""
+        """Return host arrays of a shape, filled with the settings of a configuration."""
         one = cls.of(sampling)
         return cls(*(np.full(shape, x) for x in (one.temperature, one.top_k, one.top_p)))
 
     def put(self, where: Any, sampling: SamplingConfig) -> None:
-        """Write a configuration's settings into host arrays, at these places of the flattened."""
+        """Write the settings of a configuration into the flattened host arrays at `where`."""
         one = Processing.of(sampling)
         for name, array in vars(self).items():
             array.reshape(-1)[where] = getattr(one, name)
 
     def broadcast(self, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(temperature, top_k, top_p) as arrays of this shape, whose first axes are theirs."""
+        """Return (temperature, top_k, top_p), broadcast to a shape that starts with their axes."""
 
         def one(x: Any) -> jax.Array:
             x = jnp.asarray(x)
@@ -75,12 +75,12 @@ def step_key(seed: int, step: int) -> jax.Array:
 
 
 def noise_names(request_ids: np.ndarray) -> np.ndarray:
-    """Return the names of requests' noise, ids modulo 2³¹, which live requests may share."""
+    """Return the noise names of requests, ids modulo 2³¹; live requests may share a name."""
     return request_ids % NOISE_NAMES
 
 
 def request_keys(key: jax.Array, names_B: jax.Array) -> jax.Array:
-    """Return fold_in(step_key, name) for every request's `noise_names`; a key array [B]."""
+    """Return fold_in(step_key, name) for the `noise_names` of requests; a key array [B]."""
     return jax.vmap(lambda r: jax.random.fold_in(key, r))(names_B)
 
 
@@ -92,7 +92,7 @@ def position_keys(keys_B: jax.Array, positions_BN: jax.Array) -> jax.Array:
 
 
 def _flipped(bits: jax.Array) -> jax.Array:
-    """Return the bits of float32 numbers as int32 of their order, or such numbers as bits."""
+    """Map the bits of float32 numbers to int32 of the same order, or such integers back to bits."""
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
@@ -119,10 +119,10 @@ def _threshold(values_V: jax.Array, is_enough: Callable[[jax.Array], jax.Array])
 
 
 def _apart(x: jax.Array) -> jax.Array:
-    """Return x by a select, which parts what XLA would fuse.
+    """Return x through a select, which keeps XLA from fusing across it.
 
-    On CPUs a library computes reductions with the elementwise operations before them, in some
-    programs; its exp and log have other bits than XLA's.
+    On CPUs some programs compute a reduction and the elementwise operations before it in a library;
+    its exp and log have other bits than XLA's.
     """
     return jnp.where(x == x, x, jnp.nan)
 
@@ -135,10 +135,10 @@ def _whole_masses(logits_V: jax.Array) -> jax.Array:
 
 
 def _whole_sum(mass_V: jax.Array) -> jax.Array:
-    """Return the sum of whole masses, rounded to float32 last; [...].
+    """Return the sum of whole masses, rounded to float32 only at the end; [...].
 
-    No order of the terms and no mesh changes it: three words of 10 bits are summed apart, in one
-    pass, and none overflows for V < 2²².
+    Neither the order of the terms nor the mesh changes the sum: three words of 10 bits are summed
+    separately, in one pass, and none overflows for V < 2²².
     """
     words = mass_V >> 20, (mass_V >> 10) & 1023, mass_V & 1023
 
@@ -157,8 +157,8 @@ def processed_logits(
     """Return logits after temperature, then top-k, then top-p; float32, −inf where cut.
 
     `logits_V` is [..., V]; the parameters have the leading shape and are traced, so that changing
-    them compiles nothing. top-p keeps the smallest set of most likely tokens whose mass (after
-    top-k) reaches p. Rows of temperature 0 keep their unscaled logits.
+    them compiles nothing. top-p keeps the smallest set of most likely tokens with a mass (after
+    top-k) of at least p. Rows of temperature 0 keep their unscaled logits.
     """
     greedy = temperature <= 0
     scale = jnp.where(greedy, 1.0, temperature)
@@ -186,9 +186,9 @@ def processed_logits(
 
 
 def _where_any(cuts: jax.Array, least: Callable[[], jax.Array]) -> jax.Array:
-    """Return `least` of the rows that are cut, else −inf.
+    """Return `least()` for the rows that are cut, −inf for the others.
 
-    No logits leave the condition: XLA for GPUs makes them whole on every device.
+    The conditional returns no logits: XLA for GPUs would gather them on every device.
     """
     nothing = jnp.full(cuts.shape, -jnp.inf)
     return jax.lax.cond(jnp.any(cuts), lambda: jnp.where(cuts, least(), nothing), lambda: nothing)
@@ -199,25 +199,25 @@ def _without(logits_V: jax.Array, least: jax.Array) -> jax.Array:
 
 
 def block_tokens(vocab_size: int) -> int:
-    """Return the tokens of a block, W: a power of two of about √V."""
+    """Return the number of tokens in a block, W: a power of two of about √V."""
     return 2 ** math.ceil(math.log2(vocab_size) / 2)
 
 
 def _blocks(mass_V: jax.Array, axes: Axes) -> tuple[jax.Array, jax.Array]:
-    """Return masses in blocks, [..., C', W], and the mass of each, [..., C], in `sum_in_order`.
+    """Return masses in blocks, [..., C', W], and the mass of each, [..., C], by `sum_in_order`.
 
-    The C blocks hold the vocabulary, however it is split; C' − C more are padding.
+    The C blocks hold the vocabulary, however it is split; C' − C more blocks are padding.
     """
     V = mass_V.shape[-1]
     W = block_tokens(V)
     rows_axis, vocab_axis = axes
-    # as many blocks for each part of the vocabulary: else every device would gather all of it
+    # equal block counts for all parts of the vocabulary; else every device would gather it whole
     over = -V % (W * ways_in_use(vocab_axis))
     mass_CW = jnp.pad(mass_V, [(0, 0)] * (mass_V.ndim - 1) + [(0, over)])
     mass_CW = mass_CW.reshape(*mass_V.shape[:-1], -1, W)
     rows = (rows_axis, *[None] * mass_V.ndim)[: mass_V.ndim - 1]
     mass_CW = constrain(mass_CW, *rows, vocab_axis, None)
-    # gathered, then cut: XLA fails to partition the other order if the cut splits a part
+    # gather, then cut: XLA fails to partition the reverse order if the cut splits a part
     mass_C = constrain(sum_in_order(mass_CW), *rows, None)
     return mass_CW, mass_C[..., : -(-V // W)]
 
@@ -240,7 +240,7 @@ def masses(logits_V: jax.Array, axes: Axes = ROLLOUT_AXES) -> Masses:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _normalizer(logits_V: jax.Array, axes: Axes) -> tuple[jax.Array, jax.Array]:
-    """Return `Masses.top` and `log_total`, with a derivative of their sum: the second's."""
+    """Return `Masses.top` and `log_total`; `log_total` gets the derivative of their sum."""
     result = masses(logits_V, axes)
     return result.top, result.log_total
 
@@ -256,7 +256,7 @@ def _(axes: Axes, primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
 def rank_draws(
     logits_V: jax.Array, keys: jax.Array, temperature: jax.Array, scheme: Draw
 ) -> jax.Array:
-    """Return scores [..., V]: highest of the draw, then of draws of a similar distribution."""
+    """Return scores [..., V]: highest for the draw, then for draws of similar distributions."""
     greedy = temperature[..., None] <= 0
     if scheme == "gumbel":
         return jnp.where(greedy, logits_V, draw_schemes.noisy(logits_V, keys))
@@ -278,8 +278,9 @@ def draw(
 ) -> tuple[jax.Array, jax.Array]:
     """Draw tokens from processed logits [..., V], one key per row; return their log-probs too.
 
-    Rows of temperature 0 take the argmax (the first of equals). Log-probabilities are of the
-    processed distribution; at temperature 0, of the unscaled one. `mass`: the logits' masses.
+    Rows of temperature 0 take the argmax (the first of equal logits). Log-probabilities are of the
+    processed distribution; at temperature 0, of the unscaled distribution. `mass` holds the masses
+    of the logits.
     """
     mass = mass or masses(logits_V)
     if scheme == "gumbel":
@@ -307,9 +308,10 @@ def log_probs(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the log-probability of given tokens, and the entropy, of the processed distribution.
 
-    For training; it has the bits of `draw`'s log-probability. A given token that top-k or top-p
-    would cut now is put back into its row, so that its log-probability and gradient stay finite.
-    `logits_V` is [..., V], the rest [...]; `axes` are the logical ones of its first and of V.
+    For training; the log-probability has the same bits as in `draw`. A given token that top-k or
+    top-p would cut now is put back into its row, so that its log-probability and gradient stay
+    finite. `logits_V` is [..., V], the rest [...]; `axes` are the logical names of its first axis
+    and of V.
     """
     raw_V = logits_V.astype(jnp.float32) / jnp.where(temperature <= 0, 1.0, temperature)[..., None]
     cut_V = jax.lax.stop_gradient(processed_logits(logits_V, temperature, top_k, top_p))
@@ -317,7 +319,7 @@ def log_probs(
     kept_V = (cut_V > -jnp.inf) | given_V
     masked_V = jnp.where(kept_V, raw_V, -jnp.inf)
     top, log_total = _normalizer(masked_V, axes)
-    raw = _apart(jnp.sum(jnp.where(given_V, raw_V, 0.0), axis=-1))  # from `log_total`'s log
+    raw = _apart(jnp.sum(jnp.where(given_V, raw_V, 0.0), axis=-1))  # not fused with `log_total`
     token_logprob = raw - top - log_total
     logprob_V = jnp.where(kept_V, raw_V - (top + log_total)[..., None], 0.0)
     entropy = -jnp.sum(jnp.where(kept_V, jnp.exp(logprob_V) * logprob_V, 0.0), axis=-1)
@@ -331,10 +333,10 @@ def given_log_probs(
     tokens: jax.Array,
     temperature: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the log-probability of given tokens, as `log_probs`, and if they can be drawn.
+    """Return the log-probability of given tokens, as `log_probs`, and whether they can be drawn.
 
-    `processed_V` are the processed `logits_V`, with their `mass`. A token that was cut is put back
-    into its row. Returns (float32 [...], bool [...]).
+    `processed_V` are the processed `logits_V`, and `mass` their masses. A token that was cut is put
+    back into its row. Returns (float32 [...], bool [...]).
     """
     scale = jnp.where(temperature <= 0, 1.0, temperature)
     raw = jnp.take_along_axis(logits_V.astype(jnp.float32), tokens[..., None], axis=-1)[..., 0]

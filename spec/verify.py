@@ -1,9 +1,9 @@
-"""The packed round: one forward pass over the nodes of all requests, the draws, the walk.
+"""The packed round: run the nodes of all requests in one forward pass, draw, and walk.
 
-A round computes token(r, t) at every node and follows, from each slot's root, the child that equals
-the draw; a kept given token (`spec.nodes`) replaces the draw. The emitted tokens equal plain
-decoding's (docs/architecture.md, Exactness, has the bits); nodes that are roots alone *are* plain
-decoding. Keys and values of accepted nodes are written at the start of the next round.
+A round computes token(r, t) at every node and follows, from the root of each slot, the child that
+equals the draw; a kept given token (`spec.nodes`) replaces the draw. The emitted tokens equal the
+tokens of plain decoding (docs/architecture.md, Exactness, has the bits); a round with only roots
+*is* plain decoding. Keys and values of accepted nodes are written at the start of the next round.
 Shape legend in docs/architecture.md; E = end tokens.
 """
 
@@ -31,11 +31,11 @@ from reprise.spec.nodes import Drawn, Nodes, pack_draws
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """The device state of B slots; each array has one entry a slot.
+    """The device state of B slots; each array has one entry per slot.
 
-    `length` counts live cache positions, waiting entries included, `emitted` the response tokens,
-    up to `limit`. `keys` are the requests' noise keys. Slots that are not `active` emit nothing.
-    `adapter` is the place of a request's adapter among the policy's (`models.lora.for_rows`).
+    `length` counts live cache positions, including pending entries; `emitted` counts response
+    tokens, up to `limit`. `keys` are the noise keys of the requests. Slots that are not `active`
+    emit nothing. `adapter` is the index of an adapter of the policy (`models.lora.for_rows`).
     """
 
     last_token: jax.Array
@@ -48,23 +48,23 @@ class Slots:
     processing: sampling.Processing
 
     def pinned(self) -> Slots:
-        """Return them whole on every device of a mesh: XLA's choice would be another program's."""
+        """Return the slots replicated on every device: XLA would choose differently per program."""
         return replicated(self)
 
 
-LOGITS_AT_ONCE = 2**23  # of a device: 32 MiB, in some five copies
-ON_ACCELERATORS = 4  # times as many: each part reads the head, which decides there
-NO_TOKEN = -2  # no node has it
+LOGITS_AT_ONCE = 2**23  # per device: 32 MiB, in about five copies
+ON_ACCELERATORS = 4  # factor, since each part reads the head, which dominates the time there
+NO_TOKEN = -2  # no node has this token
 
 
 def walk(
     nodes: Nodes, trees: Trees, drawn_M: jax.Array, room_B: jax.Array, stop_E: jax.Array
 ) -> jax.Array:
-    """Return whether each node's draw is emitted; bool [M].
+    """Return whether the draw of each node is emitted; bool [M].
 
-    A draft token is right if its parent draws it and that does not end the response. A draw is
+    A draft token is right if its parent draws it and the draw does not end the response. A draw is
     emitted if the node and all of its ancestors but the root are right, for at most `room` tokens
-    of the node's request: a slot's emitted nodes are a path from its root.
+    of the request: the emitted nodes of a slot are a path from its root.
     """
     above_M = drawn_M[jnp.maximum(nodes.parents_M, 0)]
     ended_M = jnp.any(above_M[:, None] == stop_E, axis=1)
@@ -77,12 +77,12 @@ def walk(
 
 
 def _depths(trees: Trees) -> jax.Array:
-    """Return the draft tokens on the way to each place of each slot; int32 [B, W]."""
+    """Return the number of draft tokens on the path to each place of each slot; int32 [B, W]."""
     return jnp.sum(trees.path_BWW, axis=2, dtype=jnp.int32) - 1
 
 
 def _of_nodes(x_BW: jax.Array, trees: Trees) -> jax.Array:
-    """The entries of the nodes; padding's are meaningless."""
+    """Return the entries of the nodes; entries of padding are meaningless."""
     W = x_BW.shape[1]
     return jnp.take(x_BW.reshape(-1), trees.row_M * W + trees.place_M, mode="clip")
 
@@ -111,7 +111,7 @@ def verify(
         of_slots = jax.tree.map(lambda x: jnp.take(x, nodes.slots_M, axis=0, mode="clip"), slots)
     positions_M = of_slots.length + depth_M
     room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
-    length_B = jnp.where(room_B > 0, slots.length, 0)  # rows at rest need not be read
+    length_B = jnp.where(room_B > 0, slots.length, 0)  # idle rows need not be read
     adapted = lora.for_rows(config, params, _adapters(of_slots.adapter, slots, nodes.chunks))
     hidden_XD, entries = transformer.hidden_of_nodes(
         config, adapted, cache, nodes.tokens_M, positions_M, length_B, trees, nodes.chunks
@@ -123,7 +123,7 @@ def verify(
         emitted_M = room_B > 0
         count_B, last_B = emitted_M.astype(jnp.int32), tokens_M
     else:
-        # after a given token that is not kept nothing is right, even if the policy draws it
+        # nothing after a rejected given token is right, even if the policy draws that token
         refused_M = False if nodes.given_M is None else (nodes.given_M >= 0) & ~reused_M
         followed_M = jnp.where(refused_M, NO_TOKEN, tokens_M)
         emitted_M = walk(nodes, trees, followed_M, room_B, stop_E)
@@ -137,7 +137,7 @@ def verify(
 
 
 class _Undrawn(NamedTuple):
-    """The inputs of the draws of M nodes; `of_slots` belong to their slots."""
+    """The inputs for the draws of M nodes; `of_slots` has the slot state of each node."""
 
     hidden_MD: jax.Array
     nodes: Nodes
@@ -150,8 +150,9 @@ def _draw(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the token after each node, its log-probability, and whether it was given; [M] each.
 
-    A given token is kept if the policy can draw it with the least log-probability, or if that is
-    −∞. Logits are computed in parts of so many a device at most, if the nodes divide.
+    A given token is kept if the policy can draw it with a log-probability of at least
+    `min_logprob_M`, or if `min_logprob_M` is −∞. Logits are computed in parts of limited size per
+    device, if the nodes divide.
     """
     undrawn = undrawn._replace(nodes=dataclasses.replace(undrawn.nodes, chunks=None))
     parts = _parts(len(undrawn.hidden_MD), config.vocab_size)
@@ -173,7 +174,7 @@ def _draw(
 
 
 def _parts(num_nodes: int, vocab_size: int) -> int:
-    """Return in how many parts the logits of nodes are computed: as few as are small enough."""
+    """Return the number of parts for computing logits: the fewest that are small enough."""
     nodes, vocab = num_nodes // ways_in_use("batch"), vocab_size // ways_in_use("vocab")
     at_once = LOGITS_AT_ONCE * (1 if platform_in_use() == "cpu" else ON_ACCELERATORS)
     min_parts = max(1, -(-nodes * vocab // at_once))
@@ -213,11 +214,11 @@ def decode(
     scheme: sampling.Draw,
     chunks: Chunks | None = None,
 ) -> tuple[Cached, Slots, Drawn]:
-    """Run one round of roots alone when nothing waits to be written.
+    """Run one round with only roots; no entries may be pending.
 
-    Each layer writes its entry before it reads the row: without a kernel for rows one softmax
-    instead of two, so that this rounds otherwise than `verify`. It rounds alike with `chunks` and
-    without. Rows at rest are not written.
+    Each layer writes its entry before it reads the row: without a kernel for rows it computes one
+    softmax instead of two, so that `decode` rounds differently from `verify`. It rounds the same
+    with and without `chunks`. Idle rows are not written.
     """
     room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
     start_B = jnp.where(room_B > 0, slots.length, cache.num_positions)
@@ -238,7 +239,7 @@ def decode(
 
 
 def _adapters(adapter_M: jax.Array, slots: Slots, chunks: Chunks | None) -> jax.Array:
-    """Return the adapters of a round's nodes, then of the tokens of its chunks."""
+    """Return the adapters of the nodes of a round, then of the tokens of its chunks."""
     if chunks is None:
         return adapter_M
     chunks_X = jnp.take(slots.adapter, chunks.slot_X, mode="clip")
@@ -248,14 +249,14 @@ def _adapters(adapter_M: jax.Array, slots: Slots, chunks: Chunks | None) -> jax.
 def _last_of_slots(
     slots_M: jax.Array, emitted_M: jax.Array, drawn_M: jax.Array, num_slots: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return how many tokens each slot got, and the last of them."""
+    """Return the number of tokens that each slot got, and the last token."""
     theirs_BM = (slots_M == jnp.arange(num_slots)[:, None]) & emitted_M
     last_B = jnp.max(jnp.where(theirs_BM, jnp.arange(len(slots_M)), 0), axis=1)
     return jnp.sum(theirs_BM, axis=1, dtype=jnp.int32), drawn_M[last_B]
 
 
 def _advance(slots: Slots, count_B: jax.Array, last_B: jax.Array, stop_E: jax.Array) -> Slots:
-    """Commit the tokens of a round; a slot whose response ended is no longer active."""
+    """Commit the tokens of a round; a slot with a finished response is no longer active."""
     last_B = jnp.where(count_B > 0, last_B, slots.last_token)
     total_B = slots.emitted + count_B
     ended_B = jnp.any(last_B[:, None] == stop_E, axis=1) | (total_B >= slots.limit)
@@ -270,7 +271,7 @@ def _advance(slots: Slots, count_B: jax.Array, last_B: jax.Array, stop_E: jax.Ar
 
 @partial(jax.jit, donate_argnames=("cache", "pending"))
 def settle(cache: Cached, pending: Pending) -> tuple[Cached, Pending]:
-    """Write waiting entries when no round does."""
+    """Write pending entries outside a round."""
     return cache.written(pending), dataclasses.replace(pending, count=jnp.zeros_like(pending.count))
 
 
@@ -292,11 +293,11 @@ def verify_round(
     scheme: sampling.Draw,
     max_nodes: int,
 ) -> tuple[Cached, Pending, Slots, jax.Array, Entries | None]:
-    """Run `verify`, compiled once per bucket (slots, nodes, positions); [3, M] of `pack_draws`.
+    """Run `verify`, compiled once per bucket (slots, nodes, positions).
 
-    `nodes_5M` are of `spec.nodes.pack`. With a table for `Chunks.of_table` the round computes
-    chunks too, whose entries `rl.engine.cache_ops.write_chunks` writes: XLA's CPU copies a cache
-    that is written after it is read.
+    Returns draws as [3, M] of `pack_draws`. `nodes_5M` come from `spec.nodes.pack`. With a table
+    for `Chunks.of_table` the round also computes chunks; `rl.engine.cache_ops.write_chunks` writes
+    their entries afterwards, since XLA for CPUs copies a cache that is written after it is read.
     """
     nodes = packed_nodes.unpack(nodes_5M)
     if chunks_TX is not None:
@@ -323,7 +324,7 @@ def decode_beside_chunks(
     config: ModelConfig,
     scheme: sampling.Draw,
 ) -> tuple[Cached, Pending, Slots, jax.Array, Entries]:
-    """Run a round without drafts that computes chunks too; the results are as of `verify_round`."""
+    """Run a round without drafts that also computes chunks; return what `verify_round` does."""
     cache, pending = settle(cache, pending)
     chunks = Chunks.of_table(chunks_TX)
     cache, slots, drawn = decode(config, params, cache, slots, stop_E, scheme, chunks)
@@ -342,11 +343,11 @@ def chunks_alone(
     config: ModelConfig,
     scheme: sampling.Draw,
 ) -> tuple[jax.Array, Entries]:
-    """Compute chunks without nodes, one of a row, when nothing waits to be written.
+    """Compute chunks without nodes, at most one chunk per row; no entries may be pending.
 
-    A token is drawn after each of theirs: [3, X] as of `pack_draws`. `given_2X` are tokens and bits
-    of log-probabilities as of `spec.nodes.pack`. The host keeps a row's draws up to the first that
-    is not the cached one. The chunks' entries are returned.
+    A token is drawn after each chunk token: [3, X] of `pack_draws`. `given_2X` holds tokens and
+    bits of log-probabilities as in `spec.nodes.pack`. The host keeps the draws of a row up to the
+    first that differs from the cached token. Also returns the entries of the chunks.
     """
     chunks = Chunks.of_table(chunks_TX, are_apart=True)
     none_M = jnp.zeros(0, jnp.int32)
@@ -382,16 +383,16 @@ def chunks_beside_roots(
     config: ModelConfig,
     scheme: sampling.Draw,
 ) -> tuple[Cached, Pending, Slots, jax.Array, Entries]:
-    """Run a round of roots, and draw after each token of chunks, one of a row that rests.
+    """Run a round of roots, and draw after each token of chunks, at most one chunk per idle row.
 
-    Returns what `verify_round` does, with [3, B + X] of `pack_draws`: the roots, then the chunks'
-    tokens (`chunks_alone`).
+    Returns what `verify_round` does, with [3, B + X] of `pack_draws`: the roots, then the tokens of
+    the chunks (`chunks_alone`).
     """
     B, chunks = len(slots.active), Chunks.of_table(chunks_TX, are_apart=True)
     cache = cache.written(pending)
     roots, of_chunks = packed_nodes.roots(slots.last_token), _chunk_nodes(chunks, given_2X)
     room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
-    length_B = jnp.where(room_B > 0, slots.length, 0)  # rows at rest need not be read
+    length_B = jnp.where(room_B > 0, slots.length, 0)  # idle rows need not be read
     adapted = lora.for_rows(config, params, _adapters(slots.adapter, slots, chunks))
     hidden_MD, entries = transformer.hidden_of_nodes(
         config, adapted, cache, roots.tokens_M, slots.length, length_B, None, chunks
@@ -439,9 +440,10 @@ def decode_rounds(
     scheme: sampling.Draw,
     max_rounds: int,
 ) -> tuple[Cached, Pending, Slots, jax.Array]:
-    """Run up to `num_rounds` rounds without drafts on the device; [3, rounds, B] of `pack_draws`.
+    """Run up to `num_rounds` rounds without drafts on the device.
 
-    Ends early once `stop_after` slots have finished or none is active.
+    Returns draws as [3, rounds, B] of `pack_draws`. Stops early once `stop_after` slots have
+    finished or no slot is active.
     """
     B = slots.active.shape[0]
     active_before = jnp.sum(slots.active)

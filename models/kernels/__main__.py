@@ -1,4 +1,4 @@
-"""Compile the kernels of CPUs for numba's cache, as the set-up does: `python -m models.kernels`."""
+"""Compile the CPU kernels into the numba cache, as the set-up does: `python -m models.kernels`."""
 
 from reprise.models.kernels import cached_rows_cpu, products_cpu, row_attention_cpu
 

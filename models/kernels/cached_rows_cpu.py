@@ -1,13 +1,13 @@
 """Attention of new tokens over the rows of a cache, or over pages, on CPUs.
 
-XLA's CPU multiplies small matrices of a batch one after another on one core, and reads dead
-positions. Here a part is some of the rows with one key/value head; a row is read up to its length,
-as float32 or bfloat16. Decoding, trees, chunks and training sum in one order, by position
+XLA on CPUs multiplies the small matrices of a batch in sequence on one core, and reads dead
+positions. Here a part is some of the rows with one key/value head, and a row is read up to its
+length, as float32 or bfloat16. Decoding, trees, chunks and training sum in one order, by position
 (`cpu_sums`), in float32.
 
 A run is up to `AT_ONCE` tokens of a row. Shape suffixes: X tokens, B rows, S positions, N pages of
 a row, T positions of a page, H heads, K key/value heads, G = H/K, h head size, Y queries of one
-key/value head, V positions that a query sees, P tokens of a path. Keys and values of pages are
+key/value head, V positions that a query sees, P tokens of a path. Pages of keys and values are
 [page, K, T, h].
 """
 
@@ -34,7 +34,7 @@ from reprise.models.kernels.cpu_sums import (
 from reprise.models.kernels.cpu_tiles import LANES, LINE
 
 NAME = "reprise_attend_cached_rows"
-PART_PRODUCTS = 2**19  # of a part, about: with fewer, handing it out costs more than it takes
+PART_PRODUCTS = 2**19  # about, of a part; scheduling a smaller part costs more than computing it
 _task = cpu_calls.task_of(NAME)
 
 
@@ -54,11 +54,11 @@ def attend(
     parent_X: jax.Array,
     *table_BN: jax.Array,
 ) -> jax.Array:
-    """Return softmax(q·k/√h)·v over a row's first positions, a token's ancestors and itself.
+    """Return softmax(q·k/√h)·v over cached positions, the ancestors of a token, and the token.
 
-    Token x follows token `parent_X[x]`, or the row's first `length` positions if that is −1.
-    Tokens of no row get zeros. Keys are [B, K, h, S] and values [B, K, S, h], or with a table, of
-    pages. Of the values' dtype, [X, H, h].
+    Token x follows token `parent_X[x]`, or the first `length` positions of its row if that is −1.
+    Tokens without a row get zeros. Keys are [B, K, h, S] and values [B, K, S, h]; with a table both
+    are pages. The result is [X, H, h] in the dtype of `v_XKh`.
     """
     assert keys.dtype == values.dtype, "one size of numbers"
     register()
@@ -77,7 +77,7 @@ def _run_end(row_X, begin):  # type: ignore[no-untyped-def]
 
 @fast
 def _positions(row_X, length_X, num_rows, begin, end, num_before):  # type: ignore[no-untyped-def]
-    """Return the positions that a run reads after `num_before` tokens of its row; at least 1."""
+    """Return how many positions a run reads after `num_before` tokens of its row; at least 1."""
     if row_X[begin] < 0 or row_X[begin] >= num_rows:
         return 1
     return (end - begin) * (max(length_X[begin], 0) + num_before + 1)
@@ -85,7 +85,7 @@ def _positions(row_X, length_X, num_rows, begin, end, num_before):  # type: igno
 
 @fast
 def _size(row_X, length_X, num_rows):  # type: ignore[no-untyped-def]
-    """Return how many positions all runs read, and how many runs there are."""
+    """Return the number of positions that all runs read, and the number of runs."""
     total = 0
     num_runs = 0
     num_before = 0
@@ -101,9 +101,9 @@ def _size(row_X, length_X, num_rows):  # type: ignore[no-untyped-def]
 
 @fast
 def _num_groups(positions, num_runs, H, K, h):  # type: ignore[no-untyped-def]
-    """Return in how many groups the runs are computed, each with K heads: an even number of parts.
+    """Return the number of groups of runs, each computed with K heads; makes parts even in number.
 
-    Few parts leave cores without one, or one core with two.
+    With few parts, some cores have no part, or one core has two.
     """
     products = positions * H * h
     groups = min(-(-products // (K * PART_PRODUCTS)), num_runs)
@@ -112,9 +112,9 @@ def _num_groups(positions, num_runs, H, K, h):  # type: ignore[no-untyped-def]
 
 @fast
 def _path(parent_X, x, state_2, path_X):  # type: ignore[no-untyped-def]
-    """Fill in x and its ancestors, the first one first; return how many were there already.
+    """Fill in x and its ancestors, root first; return how many entries were there already.
 
-    `state_2` has the token whose path this was before, and how many there are.
+    `state_2` has the token at the tip of the previous path, and the length of that path.
     """
     before, num = state_2
     state_2[0] = x
@@ -148,7 +148,7 @@ def _scores(q_Yh, keys, table_BN, b, k, length, page_hT, score_YV):  # type: ign
 
 @fast
 def _mix(weight_YV, values, table_BN, b, k, length, num_queries, out_Yh):  # type: ignore[no-untyped-def]
-    """Add the values of the first `length` positions of row b, weighted."""
+    """Add the weighted values of the first `length` positions of row b."""
     weight, out = weight_YV.ctypes.data, out_Yh.ctypes.data
     V, h = weight_YV.shape[1], values.shape[3]
     size = values.shape[2] if len(table_BN) else BLOCK
@@ -251,7 +251,7 @@ def _run(call, part):  # type: ignore[no-untyped-def]
 
 @fast
 def _places(call):  # type: ignore[no-untyped-def]
-    """Return the row, the length and the parent of each token."""
+    """Return the row, length and parent of each token."""
     X = cpu_calls.sizes(call, 0, 1)[0]
     row, length = cpu_calls.integers(call, 5, X), cpu_calls.integers(call, 6, X)
     return row, length, cpu_calls.integers(call, 7, X)
@@ -273,7 +273,7 @@ def _begin(call):  # type: ignore[no-untyped-def]
 
 
 def _functions(stamp):  # type: ignore[no-untyped-def]
-    """Return the task and the call; the stamp is for numba's cache."""
+    """Return the task and the call; the stamp is for the numba cache."""
 
     def task(address):  # type: ignore[no-untyped-def]
         if stamp >= 0:
@@ -290,5 +290,5 @@ def _functions(stamp):  # type: ignore[no-untyped-def]
 
 
 def register() -> None:
-    """Compile the kernel, or read it from numba's cache, and name it for XLA."""
+    """Compile the kernel, or load it from the numba cache, and register it with XLA."""
     cpu_calls.register(NAME, __file__, _functions)

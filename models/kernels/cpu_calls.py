@@ -1,9 +1,9 @@
-"""Kernels compiled by numba that XLA's CPU calls, on all cores.
+"""Kernels compiled by numba that XLA calls on CPUs, on all cores.
 
-A kernel has parts. Threads of XLA's pool take parts in turn, and the calling thread waits for parts
-that others have taken, but never for a thread: none may be free.
+A kernel has parts. Threads of the XLA pool take parts until all are taken. The calling thread waits
+for parts that other threads have taken, but never for a thread, because no thread may be free.
 
-Structures of XLA's FFI are words of 8 bytes (xla/ffi/api/c_api.h).
+Structures of the XLA FFI are words of 8 bytes (xla/ffi/api/c_api.h).
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ EXTENSION, API, CONTEXT, NUM_INPUTS, INPUTS, NUM_OUTPUTS, OUTPUTS = (
     9,
     12,
     14,
-)  # of a call
-METADATA, METADATA_VERSION = 3, 3  # of the extension that queries the version; of these
-API_VERSION, SCHEDULE, NUM_THREADS = 4, 17, 18  # of the API
-KIND, DATA, SIZES = 2, 3, 5  # of a buffer
-FLOAT32 = 11  # a kind
-USERS, TAKEN, DONE, PARTS, CALL = range(5)  # of shared memory
-MIN_PRODUCTS = 2**18  # for several threads
+)  # words of a call
+METADATA, METADATA_VERSION = 3, 3  # of the extension that queries the version; of its metadata
+API_VERSION, SCHEDULE, NUM_THREADS = 4, 17, 18  # words of the API
+KIND, DATA, SIZES = 2, 3, 5  # words of a buffer
+FLOAT32 = 11  # a value of KIND
+USERS, TAKEN, DONE, PARTS, CALL = range(5)  # words of shared memory
+MIN_PRODUCTS = 2**18  # to use several threads
 
 _compiled = dict[str, Any]()  # functions that XLA calls, by kernel
 _lock = threading.Lock()  # programs are traced in several threads
 
 
 def register(name: str, file: str, functions: Callable[[int], tuple[Any, Any]]) -> None:
-    """Compile a kernel once, or read it from numba's cache, and name it for XLA.
+    """Compile a kernel once, or load it from the numba cache, and register it with XLA.
 
-    `functions` returns its task, which gets the address of shared memory, and its call, from a
-    number of the sources: numba's cache sees changes of one file alone.
+    `functions` returns the task, which gets the address of shared memory, and the call. Its
+    argument is a checksum of the sources, because the numba cache notices changes in only one file.
     """
     with _lock:
         if name not in _compiled:
@@ -84,7 +84,7 @@ def _pointer(_typing, address):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def _add(_typing, address, value):  # type: ignore[no-untyped-def]
-    """Add to a word atomically; return its value before."""
+    """Add to a word atomically; return the previous value."""
 
     def code(_context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
         word = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
@@ -95,7 +95,7 @@ def _add(_typing, address, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def _invoke(_typing, function, argument):  # type: ignore[no-untyped-def]
-    """Call a function of one pointer by its address."""
+    """Call a function with one pointer argument by its address."""
 
     def code(_context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
         word = ir.IntType(64)
@@ -106,7 +106,7 @@ def _invoke(_typing, function, argument):  # type: ignore[no-untyped-def]
 
 
 def task_of(name: str) -> Any:
-    """Return a function for numba that returns the address of a kernel's task."""
+    """Return a numba function that returns the address of a kernel task."""
 
     def code(_context, builder, _signature, _arguments):  # type: ignore[no-untyped-def]
         word = ir.IntType(64)
@@ -134,7 +134,7 @@ def _buffer(call, list_, i):  # type: ignore[no-untyped-def]
 
 @fast
 def sizes(call, i, rank):  # type: ignore[no-untyped-def]
-    """Return the words of an input's sizes."""
+    """Return the axis sizes of an input, as words."""
     return words(_buffer(call, INPUTS, i)[SIZES], rank)
 
 
@@ -145,7 +145,7 @@ def floats(call, i, shape):  # type: ignore[no-untyped-def]
 
 @fast
 def halves(call, i, shape):  # type: ignore[no-untyped-def]
-    """Return an input of bfloat16 as words."""
+    """Return a bfloat16 input as words of 16 bits."""
     return numba.carray(_pointer(_buffer(call, INPUTS, i)[DATA]), shape, np.uint16)
 
 
@@ -161,7 +161,7 @@ def output(call, i, shape):  # type: ignore[no-untyped-def]
 
 @fast
 def number_bytes(call, i):  # type: ignore[no-untyped-def]
-    """Return the size of an input's numbers: float32 or bfloat16."""
+    """Return the bytes per number of an input: 4 for float32, 2 for bfloat16."""
     return 4 if _buffer(call, INPUTS, i)[KIND] & 0xFFFFFFFF == FLOAT32 else 2
 
 
@@ -177,7 +177,7 @@ def output_address(call, i):  # type: ignore[no-untyped-def]
 
 @fast
 def is_query(call):  # type: ignore[no-untyped-def]
-    """Return whether XLA queries the version, and answer: any version with these words."""
+    """Return whether XLA queries the version; if so, answer with the version of this XLA."""
     if call[EXTENSION] == 0:
         return False
     metadata = words(words(call[EXTENSION], 4)[METADATA], 4)
@@ -187,12 +187,12 @@ def is_query(call):  # type: ignore[no-untyped-def]
 
 @fast
 def begin(call, num_parts, num_products, task):  # type: ignore[no-untyped-def]
-    """Return the address of shared memory; threads of the pool take parts from now on."""
+    """Return the address of new shared memory, after scheduling pool threads to take parts."""
     address = _malloc(80)
     shared, given = words(address, 5), words(address + 40, 5)
     helpers = 0
     if num_products >= MIN_PRODUCTS:
-        # size, extension, context, address of the result; the result, 1 if there is no pool
+        # size, extension, context, address of the result; the result, 1 without a pool
         given[0], given[1], given[2], given[3], given[4] = 32, 0, call[CONTEXT], address + 72, 1
         _invoke(words(call[API], 19)[NUM_THREADS], address + 40)
         helpers = min(given[4], num_parts) - 1
@@ -206,9 +206,10 @@ def begin(call, num_parts, num_products, task):  # type: ignore[no-untyped-def]
 
 
 def serving(run: Any) -> Any:
-    """Return a function for numba that runs part after part until all are taken, and leaves.
+    """Return a numba function that runs parts until all are taken, and then leaves.
 
-    `run` gets a call and a part. As an argument numba would not cache it: it is a name here.
+    `run` gets a call and a part. The function refers to `run` by name, because numba would not
+    cache a function that takes it as an argument.
     """
 
     @fast
@@ -226,7 +227,7 @@ def serving(run: Any) -> Any:
 
 @fast
 def end(address, task):  # type: ignore[no-untyped-def]
-    """Take parts too, wait until all are done, and leave."""
+    """Take parts too, wait until all parts are done, and leave."""
     _invoke(task, address)
     while _add(address + 8 * DONE, 0) < words(address, 5)[PARTS]:
         _yield()

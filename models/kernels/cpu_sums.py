@@ -1,8 +1,8 @@
 """Sums of attention on CPUs, compiled by numba into the kernels that use them.
 
-Each sum runs over positions in their order, and depends on nothing but its terms: a token rounds
-alike in any batch. Terms of a cache are float32, or bfloat16 as words (uint16), which are widened
-in registers: exactly. Shape suffixes: S positions, h head size, V positions that a query sees.
+Each sum runs over positions in order and depends only on its terms, so a token rounds the same way
+in any batch. Terms from a cache are float32, or bfloat16 as words (uint16), which are widened
+exactly, in registers. Shape suffixes: S positions, h head size, V positions that a query sees.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from numba.extending import intrinsic
 from reprise.models.kernels.cpu_tiles import FLOAT, INDEX, LINE, Code, tile
 from reprise.models.kernels.cpu_tiles import LANES as VECTOR_LANES
 
-BLOCK = 256  # positions whose keys or values stay in a cache of the core
-AT_ONCE = 8  # tokens of a row
+BLOCK = 256  # positions with keys or values that stay in a cache of the core
+AT_ONCE = 8  # tokens of a row in a run
 LANES = 16  # of a sum
-FETCHED = 4 * 16  # positions between a line and the one that is brought from memory
+FETCHED = 4 * 16  # prefetch distance in positions
 
-# Not cached: numba would not notice a change in another file. What XLA calls is (`cpu_calls`).
+# Not cached: numba does not notice changes in other files. Functions that XLA calls are cached.
 fast = numba.njit(fastmath={"contract", "nsz", "nnan"}, nogil=True, error_model="numpy")
 
 
 @fast
 def dots(a_h, bT_hS, first, start, end, out_V):  # type: ignore[no-untyped-def]
-    """out[s − first] = Σ_j a[j] · b[s, j] for s = start … end − 1, j in order."""
+    """Compute out[s − first] = Σ_j a[j] · b[s, j] for s = start … end − 1, j in order."""
     out_V = out_V[start - first : end - first]
     for j in range(0, len(a_h), 4):
         a0, a1, a2, a3 = a_h[j], a_h[j + 1], a_h[j + 2], a_h[j + 3]
@@ -44,7 +44,7 @@ def dots(a_h, bT_hS, first, start, end, out_V):  # type: ignore[no-untyped-def]
 
 @fast
 def mix(weight_V, b_Sh, first, start, end, out_h):  # type: ignore[no-untyped-def]
-    """out += Σ_s weight[s − first] · b[s] for s = start … end − 1, in order."""
+    """Add Σ_s weight[s − first] · b[s] to out, for s = start … end − 1, in order."""
     fours = end - (end - start) % 4
     for s in range(start, fours, 4):
         w0, w1 = weight_V[s - first], weight_V[s - first + 1]
@@ -60,7 +60,7 @@ def mix(weight_V, b_Sh, first, start, end, out_h):  # type: ignore[no-untyped-de
 
 @intrinsic
 def as_float(_typing, number):  # type: ignore[no-untyped-def]
-    """Return a float32 as it is, a bfloat16 widened."""
+    """Return a float32 unchanged, or a bfloat16 widened."""
 
     def code(_context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
         if number == types.float32:
@@ -72,10 +72,10 @@ def as_float(_typing, number):  # type: ignore[no-untyped-def]
 
 
 def _dots_tile(queries: int, lines: int, size_bytes: int) -> Any:
-    """Return a function for numba: `dots` of some queries with some lines of positions.
+    """Return a numba function: `dots` of some queries with some lines of positions.
 
-    It gets the addresses of the queries, of the first line in row 0 of b, and of the results, with
-    the lengths of their rows; lines so many positions further on are brought from memory.
+    It takes the addresses of the queries, of the first line in row 0 of b, and of the results, each
+    with a row length. Lines that are `fetched` positions ahead are prefetched.
     """
 
     def write(
@@ -107,10 +107,10 @@ def _dots_tile(queries: int, lines: int, size_bytes: int) -> Any:
 
 
 def _mix_tile(rows: int, vectors: int, size_bytes: int) -> Any:
-    """Return a function for numba: out[y] += Σ_s weight[y, s] · b[s] for vectors of some rows.
+    """Return a numba function: out[y] += Σ_s weight[y, s] · b[s] for vectors of some rows.
 
-    It gets the addresses of the weights, of b and of out, how far apart weights are by y and by s,
-    the length of a row of b and of out, and the number of terms.
+    It takes the addresses of the weights, of b and of out, the strides of weights by y and by s,
+    the row length of b and out, and the number of terms.
     """
 
     def write(
@@ -139,10 +139,10 @@ def _mix_tile(rows: int, vectors: int, size_bytes: int) -> Any:
 
 
 def _line_dots(size_bytes: int) -> Any:
-    """Return a function for numba: `dots` of several queries, line by line of positions.
+    """Return a numba function: `dots` of several queries, line by line of positions.
 
-    It gets addresses, and returns the first position without one. A product waits for the one
-    before it in its sum: a tile of few queries has two lines, for eight sums at once.
+    It takes addresses, and returns the first position without a result. A product waits for the
+    previous product in its sum, so a tile of few queries has two lines, for eight concurrent sums.
     """
     dots_4, dots_2, dots_1 = (_dots_tile(queries, 1, size_bytes) for queries in (4, 2, 1))
     long_dots_2, long_dots_1 = (_dots_tile(queries, 2, size_bytes) for queries in (2, 1))
@@ -181,9 +181,9 @@ _float_dots, _half_dots = _line_dots(4), _line_dots(2)
 
 @fast
 def all_dots(a_Yh, bT_hS, first, end, out_YV, at):  # type: ignore[no-untyped-def]
-    """`dots` of several queries for s = first … end − 1, to the bit; results from V = at on.
+    """Compute `dots` of several queries for s = first … end − 1, bit for bit, into V = at and on.
 
-    Up to a line more is overwritten.
+    Up to one more line is overwritten.
     """
     (Y, h), S, V = a_Yh.shape, bT_hS.shape[1], out_YV.shape[1]
     a, b, out = a_Yh.ctypes.data, bT_hS.ctypes.data, out_YV.ctypes.data + 4 * (at - first)
@@ -191,7 +191,7 @@ def all_dots(a_Yh, bT_hS, first, end, out_YV, at):  # type: ignore[no-untyped-de
         s = _float_dots(a, h, Y, b, S, first, end, out, V)
     else:
         s = _half_dots(a, h, Y, b, S, first, end, out, V)
-    if s < end:  # the last positions of all are no whole line
+    if s < end:  # the last positions do not fill a line
         tail_hS = np.empty((h, end - s), np.float32)
         for j in range(h):
             for i in range(end - s):
@@ -201,7 +201,7 @@ def all_dots(a_Yh, bT_hS, first, end, out_YV, at):  # type: ignore[no-untyped-de
 
 
 def _vector_mix(size_bytes: int) -> Any:
-    """Return a function for numba: `_mix_tile` for all vectors of rows."""
+    """Return a numba function: `_mix_tile` for all vectors of rows."""
     mix_2_4, mix_1_4, mix_2_1, mix_1_1 = (
         _mix_tile(rows, vectors, size_bytes) for vectors in (4, 1) for rows in (2, 1)
     )
@@ -237,9 +237,9 @@ _mix_floats, _mix_halves = _vector_mix(4), _vector_mix(2)
 
 @fast
 def mix_all(weight, by_y, by_s, b, h, out, num_rows, count, size_bytes):  # type: ignore[no-untyped-def]
-    """out[y] += Σ_s weight[y, s] · b[s], s in order, as `_mix_tile` does, for all vectors of rows.
+    """Add Σ_s weight[y, s] · b[s] to out[y], s in order, like `_mix_tile` for all vectors of rows.
 
-    `weight`, `b` and `out` are addresses; numbers of b have so many bytes.
+    `weight`, `b` and `out` are addresses; numbers of b have `size_bytes` bytes.
     """
     if size_bytes == 4:
         _mix_floats(weight, by_y, by_s, b, h, out, num_rows, count)
@@ -249,7 +249,7 @@ def mix_all(weight, by_y, by_s, b, h, out, num_rows, count, size_bytes):  # type
 
 @fast
 def highest(score_V):  # type: ignore[no-untyped-def]
-    # four at once, as each waits for the one before it
+    # four chains, because each maximum waits for the previous maximum
     quarter = len(score_V) // 4
     top_0 = top_1 = top_2 = top_3 = score_V[0]
     for s in range(quarter):
@@ -264,10 +264,10 @@ def highest(score_V):  # type: ignore[no-untyped-def]
 
 @fast
 def exponentials(score_V, top, bits_V, power_V):  # type: ignore[no-untyped-def]
-    """Replace scores by e^(score − top), within an ulp; return their sum, position by position.
+    """Replace scores by e^(score − top), within an ulp; return their sum, in order of position.
 
     e^x = 2^n · e^r with n = round(x · log₂e): x · log₂e + 1.5 · 2²³ has n in its low bits.
-    `power_V` are the same bytes as `bits_V`.
+    `power_V` has the same bytes as `bits_V`.
     """
     magic = np.float32(12582912)
     for s in range(len(score_V)):

@@ -1,7 +1,7 @@
 """Tiles of products on CPUs: sums of vectors that stay in registers, in LLVM code.
 
-numba has no vectors, and keeps sums in memory. A tile is a function for numba that gets addresses
-(int64) of float32 numbers, and strides in numbers. Each lane adds its terms one after another.
+numba has no vectors and keeps sums in memory. A tile is a numba function that takes addresses
+(int64) of float32 numbers, and strides in numbers. Each lane adds its terms in sequence.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 LANES = 8
-LINE = 16  # numbers of a line of memory
+LINE = 16  # numbers per line of memory
 FLOAT, HALF, WORD, INDEX = ir.FloatType(), ir.IntType(16), ir.IntType(64), ir.IntType(32)
 _BYTE = ir.IntType(8).as_pointer()
 _FETCH = "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [_BYTE, *[INDEX] * 3])
 
 
 def _has_wide_registers() -> bool:
-    """Return whether numba compiles for AVX-512, whose 32 registers hold sixteen numbers each."""
-    features = numba.config.CPU_FEATURES  # of the environment
+    """Return whether numba compiles for AVX-512, with 32 registers of sixteen numbers each."""
+    features = numba.config.CPU_FEATURES  # from the environment
     if features is None:
         features = llvmlite.binding.get_host_cpu_features().flatten()
     return "+avx512f" in features.split(",")
 
 
-HAS_WIDE_REGISTERS = _has_wide_registers()  # else AVX2's: 16 of eight numbers
+HAS_WIDE_REGISTERS = _has_wide_registers()  # else AVX2, with 16 of eight numbers
 
 
 class Code:
-    """Writes the code of a tile."""
+    """A builder for the code of a tile."""
 
     def __init__(self, builder: Any, lanes: int) -> None:
         self.builder, self.lanes = builder, lanes
@@ -46,7 +46,7 @@ class Code:
         return ir.Constant(WORD, value)
 
     def place(self, array: Any, row: int, stride: Any, at: Any, size_bytes: int = 4) -> Any:
-        """Return the address of a number: `at` in a row."""
+        """Return the address of number `at` in a row."""
         b = self.builder
         number = b.add(b.mul(self.number(row), stride), at)
         return b.add(array, b.mul(number, self.number(size_bytes)))
@@ -83,9 +83,9 @@ class Code:
         return self._call((f"llvm.fmuladd.v{self.lanes}f32", kind), a, b, total)
 
     def fetch(self, address: Any) -> None:
-        """Have a line brought from memory into the core's second cache.
+        """Prefetch one line of memory into the second-level cache of the core.
 
-        That cache waits for more lines at once than the first.
+        That cache can wait for more lines concurrently than the first level.
         """
         line = self.builder.inttoptr(address, _BYTE)
         self._call(_FETCH, line, *(ir.Constant(INDEX, n) for n in (0, 2, 1)))
@@ -96,7 +96,7 @@ class Code:
         return self.builder.call(found, arguments)
 
     def cases(self, word: Any, bodies: Mapping[int, Callable[[], None]]) -> None:
-        """Run the body of a word's value, which must be one of these."""
+        """Run the body for the value of a word, which must be a key of `bodies`."""
         b = self.builder
         choice, after = b.block, b.append_basic_block("after")
         never = b.append_basic_block("never")
@@ -140,7 +140,7 @@ class Code:
 
 
 def tile(write: Callable[..., None], lanes: int = LANES) -> Any:
-    """Return a function for numba of words, whose code `write(code, *words)` writes."""
+    """Return a numba function of words, with the code that `write(code, *words)` writes."""
 
     def code(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         [words] = arguments

@@ -1,12 +1,12 @@
 """Shared by the kernels for Hopper GPUs: sizes, tiles in the registers of a warp group, softmaxes.
 
 A softmax takes keys in blocks of `ROWS` in order of position. Every `PART_TOKENS` positions are a
-part, and the parts are joined in order: so the bits of a query's result depend on its keys alone,
-whichever kernel computes it, with whichever other queries. Keys that it does not see weigh 0.
+part, and the parts are joined in order. So the bits of a result depend only on the keys of its
+query, whichever kernel computes it and with whichever other queries. Unseen keys have weight 0.
 
     top = round(max score),  total = Σ 2^(score − top),  sum = Σ 2^(score − top) v
 
-Jax's interpreter knows neither layouts nor transposed operands; there these are plain arrays.
+The interpreter of JAX supports neither layouts nor transposed operands, so it gets plain arrays.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from reprise.models.kernels import NEGATIVE, power_of_two
 
 HOPPERS = ("H100", "H200", "GH200", "H800", "H20", "h100")  # in names of devices
-H100_BUFFER_BYTES = 192 << 10  # of 227 KiB of shared memory a block
-ROWS = 64  # the least that a warp group multiplies, and the keys of a block
+H100_BUFFER_BYTES = 192 << 10  # of 227 KiB of shared memory per block
+ROWS = 64  # the minimum that a warp group multiplies, and the keys of a block
 PART_TOKENS = 1024
 SWIZZLE_BYTES = 128
 _WHOLE = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()  # jax < 0.12
@@ -33,7 +33,8 @@ _WHOLE = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()  # j
 def is_hopper() -> bool:
     """Return whether programs are compiled for an NVIDIA GPU of compute capability 9.
 
-    By the mesh in use, or the default device. A GPU without a name is rl.preflight's, a Hopper.
+    This depends on the mesh in use, or the default device. A GPU without a name is the Hopper of
+    rl.preflight.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if device is None else device.device_kind
@@ -41,7 +42,7 @@ def is_hopper() -> bool:
 
 
 def shared_tiles(*shape: int) -> Any:
-    """Return bfloat16 matrices in shared memory, as copies write and products read them."""
+    """Return bfloat16 matrices in shared memory, in the layout of both copies and products."""
     layout = plgpu.TilingTransform((8, SWIZZLE_BYTES // 2))
     return plgpu.SMEM(
         shape, jnp.bfloat16, transforms=(layout, plgpu.SwizzleTransform(SWIZZLE_BYTES))
@@ -49,7 +50,7 @@ def shared_tiles(*shape: int) -> Any:
 
 
 def shared_sums(*shape: int) -> Any:
-    """Return float32 matrices in shared memory, which copies take by eight rows."""
+    """Return float32 matrices in shared memory, which copies take eight rows at a time."""
     layout = plgpu.TilingTransform((8, SWIZZLE_BYTES // 4))
     return plgpu.SMEM(
         shape, jnp.float32, transforms=(layout, plgpu.SwizzleTransform(SWIZZLE_BYTES))
@@ -63,38 +64,38 @@ class WarpGroup:
     interpreted: bool
 
     def laid_out(self, x: jax.Array) -> jax.Array:
-        """Return numbers as registers hold a product's result: [R, j], or by row, [R]."""
+        """Return numbers in the register layout of a product: [R, j], or by row, [R]."""
         layout = plgpu.Layout.WGMMA if x.ndim == 2 else plgpu.Layout.WGMMA.reduce(1)
         return x if self.interpreted else plgpu.layout_cast(x, layout)
 
     def along(self, ref: Any, axis: int) -> jax.Array:
-        """Load one number for each row (axis 0) or column (1) of a product's result."""
+        """Load one number for each row (axis 0) or column (1) of a product."""
         if self.interpreted:
             return ref[...]
         layout = plgpu.Layout.WGMMA.reduce(1 - axis)
         return plgpu.load(ref, *_WHOLE, layout=layout, optimized=False)  # few bytes
 
     def tile(self, ref: Any) -> jax.Array:
-        """Load a matrix as registers hold a product's result."""
+        """Load a matrix in the register layout of a product."""
         if self.interpreted:
             return ref[...]
         return plgpu.load(ref, *_WHOLE, layout=plgpu.Layout.WGMMA, optimized=False)
 
     def full(self, shape: tuple[int, ...], number: float) -> jax.Array:
-        """Return the same float32 number everywhere, [R, j] or by row, [R]."""
+        """Return the same float32 number everywhere, [R, j], or by row, [R]."""
         return self.laid_out(jnp.full(shape, number, jnp.float32))
 
     def positions(self, shape: tuple[int, int], axis: int) -> jax.Array:
-        """Return the row or column of each number of a product's result."""
+        """Return the row or column of each number of a product."""
         if self.interpreted:
             return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
     def product(self, x_Ri: Any, y_ref: Any, transposed: bool = False) -> jax.Array:
-        """Multiply an array, or one in shared memory, with one in shared memory; float32 [R, j]."""
+        """Multiply an array, or a shared-memory array, with a shared one; float32 [R, j]."""
         if self.interpreted:
             x_Ri, y_ij = x_Ri[...], y_ref[...].T if transposed else y_ref[...]
-            plgpu.commit_smem()  # products of tensor cores read as copies do
+            plgpu.commit_smem()  # products of tensor cores read shared memory as copies do
             return jnp.dot(x_Ri, y_ij, preferred_element_type=jnp.float32)
         y_ref = plgpu.transpose_ref(y_ref, (1, 0)) if transposed else y_ref
 
@@ -109,7 +110,7 @@ class WarpGroup:
         return jnp.maximum(self.product(x_Rh, y_Sh, transposed=True) * scale, NEGATIVE)
 
     def add_product(self, sum_Rj: jax.Array, x_Ri: jax.Array, y_ref: Any) -> jax.Array:
-        """Return sum + x · y, summed in the registers of the sum."""
+        """Return sum + x · y, accumulated in the registers of the sum."""
         if self.interpreted:
             return sum_Rj + self.product(x_Ri, y_ref)
 
@@ -132,7 +133,7 @@ class Softmax(NamedTuple):
         return Softmax(*(registers.full(*number) for number in numbers))
 
     def weigh(self, scores_RS: jax.Array) -> tuple[jax.Array, Softmax]:
-        """Return the weights of a block of scores · log₂e, and the softmax but for its values."""
+        """Return the weights of a block of scores · log₂e, and the softmax before its values."""
         top_R = jnp.maximum(self.top_R, jnp.round(scores_RS.max(axis=1)))
         weights_RS = jnp.exp2(scores_RS - across(top_R, scores_RS.shape[1]))
         kept_R = power_of_two(self.top_R - top_R)
@@ -141,12 +142,12 @@ class Softmax(NamedTuple):
         return weights_RS, Softmax(sum_Rh, top_R, total_R)
 
     def with_values(self, registers: WarpGroup, weights_RS: jax.Array, values_Sh: Any) -> Softmax:
-        """Add the values of a block, in shared memory."""
+        """Add the weighted values of a block, which are in shared memory."""
         weights_RS = weights_RS.astype(values_Sh.dtype)
         return self._replace(sum_Rh=registers.add_product(self.sum_Rh, weights_RS, values_Sh))
 
     def joined(self, other: Softmax) -> Softmax:
-        """Return the softmax over the keys of this one, then of the other."""
+        """Return the softmax over the keys of this softmax, then of the other."""
         top_R = jnp.maximum(self.top_R, other.top_R)
         one_R, other_R = power_of_two(self.top_R - top_R), power_of_two(other.top_R - top_R)
         h = self.sum_Rh.shape[1]
@@ -154,13 +155,13 @@ class Softmax(NamedTuple):
         return Softmax(sum_Rh, top_R, self.total_R * one_R + other.total_R * other_R)
 
     def attention(self) -> jax.Array:
-        """Return the average of the values, [R, h]; 0 over no keys."""
+        """Return the average of the values, [R, h]; 0 without keys."""
         some_R = jnp.where(self.total_R > 0, self.total_R, 1.0)
         return self.sum_Rh / across(some_R, self.sum_Rh.shape[1])
 
 
 class Parts(NamedTuple):
-    """The softmax over a part's keys so far, and over all parts before it."""
+    """The softmax over the keys of the current part so far, and over all earlier parts."""
 
     current: Softmax
     before: Softmax
@@ -170,7 +171,7 @@ class Parts(NamedTuple):
         return Parts(*[Softmax.over_none(registers, head_dim)] * 2)
 
     def next_if(self, begins: jax.Array, registers: WarpGroup) -> Parts:
-        """Return these before a block, which may be the first of a part."""
+        """Return the state before the next block, with a new part if the block starts one."""
 
         def following(parts: Parts) -> Parts:
             h = parts.current.sum_Rh.shape[1]
@@ -183,5 +184,5 @@ class Parts(NamedTuple):
 
 
 def across(x_R: jax.Array, columns: int) -> jax.Array:
-    """Return [R, columns] of numbers by row."""
+    """Broadcast numbers by row to [R, columns]."""
     return jax.lax.broadcast_in_dim(x_R, (len(x_R), columns), [0])

@@ -1,11 +1,11 @@
 """Attention of tokens to blocks of keys in pages: the kernels for Hopper.
 
-A thread block has up to 64 rows, of tokens of a slot and the query heads of a key/value head, and
-one part of the blocks that they read (`models.kernels.hopper`). Blocks come by TMA into several
-buffers: while one is computed, the next ones are copied. A second kernel joins the parts.
+A thread block has up to 64 rows (tokens of a slot, with the query heads of a key/value head), and
+one part of the blocks that these rows read (`models.kernels.hopper`). Blocks come by TMA into
+several buffers: while one is computed, the next blocks are copied. A second kernel joins the parts.
 
-N tiles of R = 64 rows, Y in use, K key/value heads, h head size, P pages, T positions of a page, L
-blocks of a tile's list, X parts, D buffers, S side blocks. Formulas: see `hopper`.
+N tiles of R = 64 rows, Y rows in use, K key/value heads, h head size, P pages, T positions of a
+page, L blocks in the list of a tile, X parts, D buffers, S side blocks. Formulas: see `hopper`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from reprise.models.kernels.hopper import (
 )
 from reprise.models.kernels.page_reads import Reads, heads_of_rows, rows_by_head
 
-ROWS_AT_ONCE = 8  # of sums, that copies take
-WHOLE = -1  # the path of a block that every row of its tile sees whole
+ROWS_AT_ONCE = 8  # rows of sums per copy
+WHOLE = -1  # the path of a block that every row of its tile sees in full
 MAX_BUFFERS = 8
 
 
@@ -62,9 +62,9 @@ class Blocks(NamedTuple):
     """The blocks of keys that each tile reads, in order of position; int32.
 
     Blocks are halves or wholes of pages, then side blocks, from number P · T / 64 on. A row sees
-    blocks of its path up to its position, and blocks of the path `WHOLE`. A part's blocks are at
-    `bound_NX[:, x : x + 2]`; `begins_NL` is 1 at the first. Positions of pages from `end_N` on are
-    arbitrary.
+    blocks of its path up to its position, and blocks of the path `WHOLE`. The blocks of a part are
+    at `bound_NX[:, x : x + 2]`; `begins_NL` is 1 at the first block. Positions of pages from
+    `end_N` on are arbitrary.
     """
 
     number_NL: jax.Array
@@ -116,7 +116,7 @@ def attend_tiles(
     *,
     interpret: Any = None,
 ) -> jax.Array:
-    """Return the attention of tiles of Y ≤ 64 rows, [N, K, Y, h] of the queries' dtype.
+    """Return the attention of tiles of Y ≤ 64 rows, [N, K, Y, h] in the dtype of the queries.
 
     A row sees the whole blocks of its tile, and other blocks of its path up to its position.
     """
@@ -145,9 +145,9 @@ def _attend_blocks(
     is_partial: bool = False,
     interpret: Any = None,
 ) -> Any:
-    """Return the attention of the first rows of tiles, [N, K, R, h] of the queries' dtype.
+    """Return the attention of the first rows of tiles, [N, K, R, h] in the dtype of the queries.
 
-    With `is_partial` return its softmax instead, float32 [N, K, R, h] and twice [N, K, R].
+    With `is_partial`, return the softmax instead, float32 [N, K, R, h] and twice [N, K, R].
     """
     (N, K, R, h), (P, _, T, _) = q_NKRh.shape, keys_PKTh.shape
     assert R == ROWS and values_PKTh.shape == keys_PKTh.shape == (P, K, T, h)
@@ -158,7 +158,7 @@ def _attend_blocks(
     registers = WarpGroup(bool(interpret))
     rows = -(-num_rows // ROWS_AT_ONCE) * ROWS_AT_ONCE
     call = _Call(P, T, h, L, num_parts, rows, bool(sides_SK64h), registers)
-    varying = jax.typeof(q_NKRh).manual_axis_type  # under shard_map results vary as queries do
+    varying = jax.typeof(q_NKRh).manual_axis_type  # under shard_map, results vary as queries do
 
     def shaped(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
@@ -204,7 +204,7 @@ class _Call:
     head_dim: int
     max_blocks: int
     num_parts: int
-    num_rows: int  # that parts hand on
+    num_rows: int  # rows that parts write
     has_sides: bool
     registers: WarpGroup
 
@@ -240,7 +240,7 @@ class _Call:
                 plgpu.copy_gmem_to_smem(sides[0].at[number - num_blocks, head], to, barrier)
 
     def clear(self, values_Sh: Any, live: jax.Array) -> None:
-        """Set values after the live ones to 0: a weight of 0 times NaN would be NaN."""
+        """Set values after the live positions to 0, because 0 times NaN would be NaN."""
 
         @pl.when(live < ROWS)
         def _() -> None:
@@ -251,7 +251,7 @@ class _Call:
             plgpu.commit_smem()
 
     def write(self, place: tuple, softmax: Softmax, results: Any, tile_Rh: Any) -> None:
-        """Write a tile's softmax, or its attention through shared memory that is free by now."""
+        """Write the softmax of a tile, or its attention through shared memory that is free."""
         if len(results) > 1:
             for to, x in zip(results, softmax, strict=True):
                 to[place] = x
@@ -262,7 +262,7 @@ class _Call:
         plgpu.wait_smem_to_gmem(0)
 
     def write_part(self, place: tuple, softmax: Softmax, results: Any, sum_Rh: Any) -> None:
-        """Write the softmax of a part, whose sums have few rows."""
+        """Write the softmax of a part, with only a few rows of sums."""
         sums, tops, totals = results
         sum_Rh[...] = softmax.sum_Rh
         plgpu.commit_smem()
@@ -272,7 +272,7 @@ class _Call:
 
 
 def _part_kernel(call: _Call, *refs: Any) -> None:
-    """One part of a tile: its blocks in turn, each into the running softmax."""
+    """Compute one part of a tile: add its blocks, in order, to the running softmax."""
     position_NR, path_NR, number_X, first_X, path_X, begins_X, bound_X, end_N, q = refs[:9]
     *arrays, q_Rh, keys_DSh, values_DSh, sum_Rh, of_queries, of_keys, of_values = refs[9:]
     num_sources = 4 if call.has_sides else 2
@@ -353,7 +353,7 @@ def attend_pages(
     *,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `page_attention_tpu.attend_pages`."""
+    """Return the same as `page_attention_tpu.attend_pages`."""
     (B, W, H, _), (P, K, T, h) = q_BWHh.shape, keys_PKTh.shape
     assert H % K == 0
     q_BKnRh = _row_tiles(q_BWHh, K)
@@ -379,7 +379,7 @@ def attend_pages(
 
 
 def _row_tiles(q_BWHh: jax.Array, num_kv_heads: int) -> jax.Array:
-    """Return [B, K, n, R, h], filled up with rows of zeros."""
+    """Return [B, K, n, R, h], padded with rows of zeros."""
     q_BKXh = rows_by_head(q_BWHh, num_kv_heads)
     q_BKXh = jnp.pad(q_BKXh, ((0, 0), (0, 0), (0, -q_BKXh.shape[2] % ROWS), (0, 0)))
     return q_BKXh.reshape(*q_BKXh.shape[:2], -1, ROWS, q_BKXh.shape[3])

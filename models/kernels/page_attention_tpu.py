@@ -1,7 +1,7 @@
 """Attention of tokens to pages of keys and values: the kernels for TPUs.
 
-`append_and_attend` writes a new entry of each slot as well. Tiles of tokens of a slot are taken in
-turn; their pages come through buffers (`page_buffers_tpu`). All queries of a key/value head are
+`append_and_attend` also writes a new entry of each slot. Tiles of tokens of a slot are processed in
+sequence; their pages come through buffers (`page_buffers_tpu`). All queries of a key/value head are
 rows of one product, and a page is a block of keys. Formulas: see `softmax_tpu`.
 
 B slots, N tiles, H heads, K key/value heads, G = H/K, h head size, X rows of a tile and key/value
@@ -27,9 +27,9 @@ from reprise.models.kernels.page_entries_tpu import Entry, NewTokens
 from reprise.models.kernels.page_reads import Reads, heads_of_rows, rows_by_head
 from reprise.models.kernels.softmax_tpu import KEYS, LANES, Softmax, scores
 
-_NO_LAST = 2**30  # a position after all
+_NO_LAST = 2**30  # a position after all others
 TABLE_BYTES = 512 << 10  # of page numbers in scalar memory, which has 1 MiB
-TOKEN_BYTES = 32 << 20  # of tokens' keys and values; TPUs since v5e have 64 MiB of VMEM and more
+TOKEN_BYTES = 32 << 20  # keys and values of tokens; TPUs since v5e have 64 MiB of VMEM and more
 
 
 def takes(head_dim: int, page_tokens: int, dtype: Any) -> str | None:
@@ -55,7 +55,7 @@ def takes(head_dim: int, page_tokens: int, dtype: Any) -> str | None:
 def why_too_large(
     table: tuple[int, int], num_tokens: int, num_kv_heads: int, head_dim: int, dtype: Any
 ) -> str | None:
-    """Return why a core's memories do not hold a table of slots' pages, or new tokens; or None."""
+    """Return why the memories of a core do not hold the page table, or new tokens; or None."""
     num_slots, max_pages = table
     if not _takes_table(table):
         return (
@@ -89,13 +89,13 @@ def attend_tiles(
     buffers: Buffers | None = None,
     interpret: Any = None,
 ) -> Any:
-    """Return the attention of tiles, [N, K, X, h] of the queries' dtype.
+    """Return the attention of tiles, [N, K, X, h] in the dtype of the queries.
 
     A row sees the whole pages of its tile, and other pages of its path up to its position. `source`
-    names the tokens of paths' positions, −1 of those that the slot's last page holds, [S, E], and
-    has the tokens' keys and values, [Z, K, h]. With `is_partial` return the softmax instead,
-    float32 [N, K, X, h] and [N, K, X, l]: the top in lane 0, the total in others. Entries of a
-    table after the live ones are not read. Raises ValueError with the reason of `takes`.
+    has the tokens at the positions of paths, [S, E], −1 for positions that the last page of a slot
+    holds, and the keys and values of the tokens, [Z, K, h]. With `is_partial`, return the softmax
+    instead, float32 [N, K, X, h] and [N, K, X, l]: the top in lane 0, the total in other lanes.
+    Table entries after the live entries are not read. Raises ValueError with the reason of `takes`.
     """
     (N, K, X, h), (P, _, S, _) = q_NKXh.shape, keys_PKSh.shape
     assert values_PKSh.shape == keys_PKSh.shape == (P, K, S, h)
@@ -154,7 +154,7 @@ class _Tile:
     tokens: NewTokens | None = None
 
     def attend(self) -> None:
-        """Attend to all pages; leave the softmax of each head in its place."""
+        """Attend to all pages, and store the softmax of each head."""
         pages, call = self.pages, self.pages.call
         pl.when(pl.program_id(1) == 0)(pages.begin)
         for head in range(call.num_kv_heads):
@@ -185,7 +185,7 @@ class _Tile:
             pl.when(left <= n)(partial(self.entry.end, pages, buffer))
 
     def _whole(self, buffer: jax.Array) -> None:
-        """Attend to all pages of a buffer, which every row sees whole."""
+        """Attend to all pages of a buffer, which every row sees in full."""
         for head in range(self.pages.call.num_kv_heads):
             keys_Yh, values_Yh = (
                 x[buffer, :, head].reshape(-1, x.shape[-1]) for x in self.pages.buffers
@@ -194,7 +194,7 @@ class _Tile:
             self._hold(head, self.held(head).with_blocks(scores_XY, values_Yh))
 
     def _masked(self, first: jax.Array, buffer: jax.Array, i: jax.Array, _: None) -> None:
-        """Attend to the i-th page of a buffer; rows may see some of its positions."""
+        """Attend to page i of a buffer; rows may see only some of its positions."""
         pages, page = self.pages, first + i
         whole = pages.whole(pages.tile)
         (nth, path), is_whole = pages.place(pages.tile, page), page < whole
@@ -221,9 +221,9 @@ def attend_pages(
     buffers: Buffers | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Σ 2^(score − top) v, top and Σ 2^(score − top) over the first `length` positions of a slot.
+    """Return Σ 2^(score − top) v, top and Σ 2^(score − top) over `length` positions of each slot.
 
-    Returns float32 [B, W, H, h] and twice [B, W, H, 1]; 0, −1e30 and 0 if the length is 0. No
+    They are float32 [B, W, H, h] and twice [B, W, H, 1]; 0, −1e30 and 0 if the length is 0. No
     length may exceed M·S. Otherwise as `attend_tiles`.
     """
     (B, W, H, _), K = q_BWHh.shape, keys_PKSh.shape[1]
@@ -247,7 +247,7 @@ def attend_pages(
 
 
 def _halves(table_BM: jax.Array) -> tuple[slice, ...]:
-    """Return halves of the slots if scalar memory does not hold the table of all."""
+    """Return halves of the slots if scalar memory does not hold the whole table, else ()."""
     B = len(table_BM)
     return () if _takes_table(table_BM.shape) or B == 1 else (slice(0, B // 2), slice(B // 2, B))
 
@@ -264,12 +264,12 @@ def append_and_attend(
     buffers: Buffers | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Write a slot's entry at position `length` − 1, and attend to its first `length` positions.
+    """Write the entry of a slot at position `length` − 1; attend to its first `length` positions.
 
-    The entry is put into the last page in VMEM, and the tile of rows around it is copied to its
-    page. Returns attention of the queries' dtype, [B, 1, H, h], and the pages, written in place.
-    Slots of length 0 write nothing and get 0. No two slots may write to one page; positions after
-    the entry in its page may change. Otherwise as `attend_pages`.
+    The entry is put into the last page in VMEM, and the tile of rows around the entry is copied to
+    the page. Returns attention in the dtype of the queries, [B, 1, H, h], and the pages, written in
+    place. Slots of length 0 write nothing and get 0. No two slots may write to one page; positions
+    after the entry in its page may change. Otherwise as `attend_pages`.
     """
     (B, _, H, h), (P, K, S, _) = q_B1Hh.shape, keys_PKSh.shape
     assert H % K == 0 and values_PKSh.shape == keys_PKSh.shape == (P, K, S, h)
@@ -304,7 +304,7 @@ def append_and_attend(
 
 
 def _append_kernel(call: Call, *refs: Any) -> None:
-    """One slot; pages are read and written in the results, which are the inputs' memory."""
+    """Process one slot; pages are read and written in the results, which alias the inputs."""
     table_X, scalars_X, q_ref, k_ref, v_ref, _, _, out_ref, *sources = refs[:10]
     keys, values, *softmax, state, copied, semaphore = refs[10:]
     pages = Pages.of_core(call, table_X, scalars_X, tuple(sources), (keys, values), copied, state)

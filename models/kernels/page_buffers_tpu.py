@@ -1,8 +1,8 @@
-"""The buffers of TPU kernels of attention to pages: the sizes of a call, and prefetch of pages.
+"""Buffers of the TPU kernels for attention to pages: the sizes of a call, and prefetch of pages.
 
-A tile's pages come from HBM several at a time, into one of several buffers: while one is computed,
-the next ones are copied, of the next tiles too. Sizes of buffers follow from public figures and
-compilers' schedules; none was measured. Shapes: see `page_attention_tpu`.
+The pages of a tile come from HBM several at a time, into one of several buffers: while one is
+computed, the next pages are copied, also for the next tiles. Buffer sizes follow from public
+figures and compiler schedules, not from measurements. Shapes: see `page_attention_tpu`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from jax.experimental.pallas import tpu as pltpu
 from reprise.models.kernels.page_reads import Reads
 from reprise.models.kernels.softmax_tpu import KEYS, LANES
 
-VMEM_BYTES = 16 << 20  # a kernel's default
+VMEM_BYTES = 16 << 20  # the default of a kernel
 ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffers:
-    """Pages that are copied together, and such buffers: one is computed, others are copied."""
+    """Pages that are copied together, and the number of buffers for such pages."""
 
     pages: int
     num: int
@@ -34,18 +34,18 @@ class Buffers:
 
 @dataclasses.dataclass(frozen=True)
 class BufferSizes:
-    """Positions times key/value heads of a device, in a buffer; bytes of all buffers."""
+    """Positions times key/value heads of a device per buffer, and the bytes of all buffers."""
 
     positions: int
     num_bytes: int
 
 
 # By (generation, head size, bytes of a number).
-# A buffer should take less long to compute than to copy. Of two heads of 1024 positions and 64 rows
-# the compiler's schedule has 1,140 cycles on a v5p, and the copy takes 1,330 by bandwidth; on a v6e
-# 1,150 of 1,120; on a v5e 740 of 960 for the half. Shorter buffers waste less on short slots.
-# Copies in flight have to cover the latency of HBM: 1.5 µs are 1.2 MB on a v5e, 2.5 MB on a v6e,
-# and 2.1 MB for each of the two cores of a v5p.
+# A buffer should take less time to compute than to copy. For two heads of 1024 positions and 64
+# rows, the compiler schedule has 1,140 cycles on a v5p, and the copy takes 1,330 by bandwidth; on a
+# v6e 1,150 and 1,120; on a v5e 740 and 960 for the half. Shorter buffers waste less on short slots.
+# Copies in flight must cover the latency of HBM: 1.5 µs are 1.2 MB on a v5e, 2.5 MB on a v6e, and
+# 2.1 MB for each of the two cores of a v5p.
 BUFFER_SIZES: dict[tuple[str, int, int], BufferSizes] = {
     ("v5e", 128, 2): BufferSizes(1024, 3 << 20),
     ("v5p", 128, 2): BufferSizes(2048, 4 << 20),
@@ -59,10 +59,10 @@ def device_generation() -> str:
 
 
 def buffers_of(generation: str, head_dim: int, itemsize: int, num_kv_heads: int) -> Buffers:
-    """Return the buffers of pages: 2 to 8.
+    """Return the buffers of pages, 2 to 8.
 
-    By default one has the bytes of 2048 head-positions of 128 numbers in bfloat16, and all have
-    4 MiB.
+    By default one buffer has the bytes of 2048 head-positions of 128 bfloat16 numbers, and all
+    buffers together have 4 MiB.
     """
     default = BufferSizes(2048 * 128 * 2 // (head_dim * itemsize), 4 << 20)
     sizes = BUFFER_SIZES.get((generation, head_dim, itemsize), default)
@@ -102,7 +102,7 @@ class Call:
 
     @property
     def num_cores(self) -> int:
-        """Return how many cores share the tiles; a device of a v4 or v5p has two."""
+        """The number of cores that share the tiles; a device of a v4 or v5p has two."""
         cores = (pltpu.get_tpu_info().num_cores or 1) if pltpu.is_tpu_device() else 1
         return cores if self.num_tiles % cores == 0 else 1
 
@@ -111,7 +111,7 @@ class Call:
         return self.num_cores, self.num_tiles // self.num_cores
 
     def of_tile(self, *shape: int) -> pl.BlockSpec:
-        """The current tile's part of an array; the first axis is the tile."""
+        """Return the part of an array for the current tile; the first axis is the tile."""
         each, rest = self.grid[1], (0,) * len(shape)
         return pl.BlockSpec((1, *shape), lambda core, i, *_: (core * each + i, *rest))
 
@@ -129,12 +129,12 @@ class Call:
         name: str,
         interpret: Any,
     ) -> Any:
-        """Run a kernel for each tile, the first of its `inputs` being queries.
+        """Run a kernel for each tile; the first of the `inputs` is the queries.
 
-        Its arguments are the table, the tiles' scalars, inputs, results (specification, shape,
+        The kernel gets the table, the scalars of tiles, inputs, results (specification, shape,
         dtype), then buffers of keys and of values, sums, tops and totals, the state of `Pages`,
-        semaphores, and `scratch`. `resident` are the next inputs after these, whole in VMEM;
-        `in_place` are inputs that become results.
+        semaphores, and `scratch`. `resident` are further inputs after `inputs`, whole in VMEM;
+        `in_place` maps inputs to the results that they become.
         """
         inputs = [*inputs, *resident]
         resident_bytes = sum(x.nbytes for _, x in resident)
@@ -160,10 +160,10 @@ class Call:
             ),
             input_output_aliases={2 + i: to for i, to in (in_place or {}).items()},
             compiler_params=pltpu.CompilerParams(
-                # Tiles of one core are in order: the next one's pages are prefetched.
+                # Tiles of a core run in order, because the pages of the next tile are prefetched.
                 dimension_semantics=("parallel", "arbitrary"),
                 vmem_limit_bytes=max(VMEM_BYTES, self.vmem_bytes + resident_bytes),
-                # Pages that a table names exist: checks would double the work of starting a copy.
+                # Pages in a table exist; checks would double the work of starting a copy.
                 disable_bounds_checks=True,
             ),
             cost_estimate=self.cost,
@@ -180,7 +180,7 @@ class Call:
 
     @property
     def vmem_bytes(self) -> int:
-        """Return the bytes of buffers, queries and results (twice: the pipeline), scores."""
+        """The bytes of buffers, queries and results (twice, for the pipeline), and scores."""
         K, X, h, itemsize = self.num_kv_heads, self.num_rows, self.head_dim, self.dtype.itemsize
         buffers = 2 * math.prod(self.buffer_shape) * itemsize
         tile = K * X * (2 * h * itemsize + 3 * h * 4 + 4 * LANES * 4) + 2 * X * LANES * 4
@@ -189,7 +189,7 @@ class Call:
 
     @property
     def cost(self) -> pl.CostEstimate:
-        """A call's cost for the compiler: an upper bound, for full tables that are read once."""
+        """The cost estimate for the compiler, an upper bound for full tables that are read once."""
         S, h, itemsize = self.max_pages * KEYS, self.head_dim, self.dtype.itemsize
         K, rows = self.num_kv_heads, self.num_kv_heads * self.num_rows
         return pl.CostEstimate(
@@ -202,9 +202,9 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """The pages of a core's tiles, as they go through the buffers; inside a kernel.
+    """The pages of the tiles of a core, as they move through the buffers; inside a kernel.
 
-    Scalars in `state`: the tile and page to fetch next, how many buffers were filled, and taken.
+    `state` has the tile and page to fetch next, and the numbers of buffers filled and taken.
     """
 
     call: Call
@@ -227,9 +227,9 @@ class Pages:
         num_N, first_N, held_N = jnp.ones_like(last_N), *[jnp.zeros_like(last_N)] * 2
         if paths is not None:
             num_N, first_N = jnp.maximum(paths.num_N, 1), paths.first_N
-            held_N, last_N = reads.length_N % KEYS, reads.last_N  # paths may go beyond the pages
+            held_N, last_N = reads.length_N % KEYS, reads.last_N  # paths may exceed the pages
         pages_N = whole_N + jnp.maximum(pl.cdiv(last_N, KEYS) - whole_N, 0) * num_N
-        # the order of the methods
+        # in the order of the methods
         numbers = reads.row_N, whole_N, last_N, pages_N, num_N, first_N, held_N
         return jnp.stack([x.astype(jnp.int32) for x in numbers], axis=1).reshape(-1)
 
@@ -237,31 +237,31 @@ class Pages:
         return self.scalars_X[tile * self.SCALARS + scalar]
 
     def row(self, tile: Any) -> jax.Array:
-        """Return a tile's row of the table."""
+        """Return the table row of a tile."""
         return self._of(tile, 0)
 
     def whole(self, tile: Any) -> jax.Array:
-        """Return how many pages every row of a tile sees whole."""
+        """Return the number of pages that every row of a tile sees in full."""
         return self._of(tile, 1)
 
     def last(self, tile: Any) -> jax.Array:
-        """Return how many positions the row of a tile sees that sees most."""
+        """Return the maximum number of positions that a row of a tile sees."""
         return self._of(tile, 2)
 
     def num(self, tile: Any) -> jax.Array:
-        """Return how many pages a tile reads."""
+        """Return the number of pages that a tile reads."""
         return self._of(tile, 3)
 
     def first_path(self, tile: Any) -> jax.Array:
-        """Return the first path of a tile's slot."""
+        """Return the first path of the slot of a tile."""
         return self._of(tile, 5)
 
     def held(self, tile: Any) -> jax.Array:
-        """Return how many positions of a path's first page the slot's last page holds."""
+        """Return how many positions of the first page of a path the last slot page holds."""
         return self._of(tile, 6)
 
     def place(self, tile: Any, page: Any) -> tuple[jax.Array, jax.Array]:
-        """Return which of a path's pages a page is that not every row sees whole, and the path."""
+        """Return (page within its path, path) of a page that not every row sees in full."""
         behind, paths = page - self.whole(tile), self._of(tile, 4)
         return jax.lax.div(behind, paths), jax.lax.rem(behind, paths)
 
@@ -275,13 +275,13 @@ class Pages:
         semaphores: Any,
         state: Any,
     ) -> Pages:
-        """Return the pages of the core that runs, at its current tile."""
+        """Return the pages of the running core, at its current tile."""
         first = pl.program_id(0) * call.grid[1]
         places = first + pl.program_id(1), first + call.grid[1]
         return Pages(call, table_X, scalars_X, sources, buffers, semaphores, state, *places)
 
     def begin(self) -> None:
-        """Fetch as many buffers as may be in flight while the first tile's first is computed."""
+        """Fetch all buffers that may be in flight while the first buffer is computed."""
         self.state[0] = self._live_tile(self.tile)
         for place in (1, 2, 3):
             self.state[place] = 0
@@ -289,7 +289,7 @@ class Pages:
         jax.lax.fori_loop(0, ahead, lambda i, _: self.fetch(), None)
 
     def fetch(self) -> None:
-        """Start to copy the next pages of this core, if there are any, into the next buffer."""
+        """Start to copy the next pages of this core, if any remain, into the next buffer."""
         tile, first, filled = self.state[0], self.state[1], self.state[2]
 
         @pl.when(tile < self.end)
@@ -307,7 +307,7 @@ class Pages:
             self.state[2] = filled + 1
 
     def take(self, first: jax.Array) -> jax.Array:
-        """Wait for the tile's pages from `first` on; return their buffer, dead values set to 0."""
+        """Wait for pages of the tile from `first` on; return their buffer, dead values set to 0."""
         tile, taken = self.tile, self.state[3]
         self.state[3] = taken + 1
         buffer = jax.lax.rem(taken, self.call.buffers.num)
@@ -335,11 +335,11 @@ class Pages:
         return jax.lax.while_loop(is_empty, lambda tile: tile + 1, tile)
 
     def _each_page(self, left: jax.Array, do: Callable[..., None]) -> None:
-        """Call `do` for each page of a buffer, if only `left` remain."""
+        """Call `do` for each page of a buffer, or for the last `left` pages."""
         jax.lax.fori_loop(0, jnp.minimum(left, self.call.buffers.pages), do, None)
 
     def _start(self, tile: jax.Array, page: jax.Array, buffer: jax.Array, i: jax.Array) -> None:
-        """Start to copy a page of a tile to the i-th of a buffer."""
+        """Start to copy a page of a tile to place i of a buffer."""
         at, is_held = self._source(tile, page)
 
         @pl.when(is_held)
@@ -355,9 +355,9 @@ class Pages:
                 copy.wait()
 
     def _source(self, tile: jax.Array, page: jax.Array) -> tuple[jax.Array, Any]:
-        """Return which of its slot's pages a page of a tile is, and if that holds any of it.
+        """Return which page of its slot to copy for a page of a tile, and whether to copy any.
 
-        A path starts with the positions that the slot's last page holds.
+        A path starts with the positions that the last page of the slot holds.
         """
         if not self.call.path_pages:
             return page, page >= 0
@@ -373,7 +373,7 @@ class Pages:
         ]
 
     def _clear(self, buffer: jax.Array, i: jax.Array, live: jax.Array) -> None:
-        """Set the values of a page after the live ones to 0: a weight of 0 times NaN is NaN."""
+        """Set the values of a page after the live positions to 0, because 0 times NaN is NaN."""
         values = self.buffers[1]
         old_KSh = values[buffer, i]
         position_KSh = jax.lax.broadcasted_iota(jnp.int32, old_KSh.shape, 1)

@@ -1,8 +1,7 @@
-"""Tokens that pages do not hold yet, in TPU kernels of attention to them.
+"""Tokens that pages do not hold yet, in TPU kernels for attention to pages.
 
-Both are put into buffers of pages in VMEM: the entry of a slot that is written to its page as well,
-and the tokens of a tree's paths, which are not.
-
+The kernels put such tokens into buffers of pages in VMEM. The new entry of a slot is written to its
+page as well; the tokens of tree paths are not.
 K key/value heads, h head size, S = `KEYS` positions of a page, Z tokens or pages, W tokens of a
 window, R rows of a copy.
 """
@@ -26,20 +25,20 @@ _NO_TOKEN = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class NewTokens:
-    """The tokens that the pages do not hold: their keys and values, and the places of paths.
+    """The tokens that the pages do not hold: keys and values, and the places of paths.
 
-    A page of a path gets its tokens by products with a matrix of ones and zeros, which are exact:
-    `WINDOW` tokens at a time, from the first one that it lacks on.
+    A page of a path gets its tokens by products with a matrix of ones and zeros, which are exact,
+    `WINDOW` tokens at a time, from the first missing token on.
     """
 
     source_ZS: Any
     new: tuple[Any, Any]
 
-    WINDOW = KEYS + 16  # tokens: as many as a page has, from a multiple of 16 on
+    WINDOW = KEYS + 16  # tokens of a page, from a multiple of 16 on
 
     @staticmethod
     def inputs(source: Sequence[jax.Array], dtype: Any) -> list[tuple[pl.BlockSpec, jax.Array]]:
-        """Return the inputs of a kernel, whole in VMEM."""
+        """Return the inputs of a kernel, which are whole in VMEM."""
         if not source:
             return []
         source_SE, *new = source
@@ -54,7 +53,7 @@ class NewTokens:
         ]
 
     def put(self, pages: Pages, page: jax.Array, buffer: jax.Array, i: jax.Array) -> None:
-        """Put the tokens of the tile's page into its buffer, after the positions that it held."""
+        """Put the tokens of a page of the tile into its buffer, after the positions held before."""
         tile = pages.tile
         nth, path = pages.place(tile, page)
         row = (pages.first_path(tile) + path) * pages.call.path_pages + nth
@@ -83,7 +82,7 @@ class NewTokens:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """The current slot's new entry, copied once its last page is in a buffer."""
+    """The new entry of the current slot, copied once the last page of the slot is in a buffer."""
 
     new: tuple[Any, Any]
     semaphore: Any
@@ -102,7 +101,7 @@ class Entry:
             copy.wait()
 
     def _row_and_blocks(self, pages: Pages, buffer: jax.Array) -> tuple[jax.Array, list[Any]]:
-        """Return the entry's row in its copy, and the copied rows of keys and values."""
+        """Return the row of the entry in its copy, and the copied rows of keys and values."""
         nth, first, row = self._place(pages)
         at = jax.lax.rem(nth, pages.call.buffers.pages)
         size = self._rows(pages)
@@ -119,11 +118,11 @@ class Entry:
         ]
 
     def _place(self, pages: Pages) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return which of the slot's pages the entry is in, its copy's first row, its row there."""
+        """Return the page of the entry in its slot, the first row of its copy, its row there."""
         position, size = pages.last(pages.tile) - 1, self._rows(pages)
         at = jax.lax.rem(position, KEYS)
         first = jax.lax.div(at, size) * size
         return jax.lax.div(position, KEYS), pl.multiple_of(first, size), at - first
 
     def _rows(self, pages: Pages) -> int:
-        return 32 // pages.call.dtype.itemsize  # of a copy, of 32 bytes a column
+        return 32 // pages.call.dtype.itemsize  # of a copy, with 32 bytes per column

@@ -1,10 +1,10 @@
-"""Products with a matrix of weights on CPUs: y[x, o] = Σ_i x[x, i] · w[o, i].
+"""Products with a weight matrix on CPUs: y[x, o] = Σ_i x[x, i] · w[o, i].
 
-A sum has sixteen parts (`LINE`), each in the order of i, which are then added in pairs: it depends
-on nothing but its terms, so a row has the same bits in any batch, in decoding and in training.
-XLA's CPU has an order for each shape, and copies its right operand into panels, which for few rows
-costs as much as reading the weights; here they are read as they are. The terms of a second product,
-the one of an adapter's ranks, are added to the same sums.
+A sum has sixteen parts (`LINE`), each in the order of i, which are then added in pairs. The sum
+depends only on its terms, so a row has the same bits in any batch, in decoding and in training.
+XLA on CPUs has an order for each shape, and copies the right operand into panels, which for few
+rows costs as much as reading the weights; this kernel reads weights in place. The terms of a second
+product, with the ranks of an adapter, are added to the same sums.
 
 Weights are float32 or bfloat16, sums float32. Shape suffixes: X rows, I inputs, O outputs, R ranks.
 """
@@ -26,13 +26,13 @@ from reprise.models.kernels.cpu_sums import fast
 from reprise.models.kernels.cpu_tiles import HAS_WIDE_REGISTERS, INDEX, LINE, Code, tile
 
 NAME = "reprise_products"
-OUTPUTS = 3  # of a tile
-# Rows of tiles, of any number: no sum changes.
+OUTPUTS = 3  # outputs of a tile
+# Rows of a tile; the choice changes no sum.
 ROWS = (8, 4, 2, 1) if HAS_WIDE_REGISTERS else (4, 2, 1)
-# Registers hold 24 sums of sixteen numbers, or 6. Larger tiles compute eight numbers, then eight.
+# Registers hold 24 sums of sixteen numbers, or 6. Larger tiles compute eight numbers at a time.
 SUMS_AT_ONCE = 24 if HAS_WIDE_REGISTERS else 6
-MAX_INPUTS = 640  # of a block: a tile's rows stay in the core's nearest cache for all its weights
-BLOCK_OUTPUTS = 48  # of a part at most, whose weights stay in a cache of the core for all rows
+MAX_INPUTS = 640  # of a block: the rows of a tile stay in the nearest core cache for all weights
+BLOCK_OUTPUTS = 48  # of a part at most; its weights stay in a core cache for all rows
 BLOCK_ROWS = 256
 _task = cpu_calls.task_of(NAME)
 
@@ -45,7 +45,7 @@ def takes(num_inputs: int, *dtypes: Any) -> bool:
 def product(x: jax.Array, weight_OI: jax.Array, *more: jax.Array) -> jax.Array:
     """Return x · wᵀ, [..., I] to float32 [..., O].
 
-    With `more`, inner [..., R] and up_OR of w's dtype, it is x · wᵀ + inner · upᵀ.
+    With `more`, inner [..., R] and up_OR in the dtype of w, return x · wᵀ + inner · upᵀ.
     """
     register()
     shape = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), len(weight_OI)), jnp.float32)
@@ -58,11 +58,11 @@ def product(x: jax.Array, weight_OI: jax.Array, *more: jax.Array) -> jax.Array:
 
 
 def _write_tiles(code: Code, *words: Any) -> None:
-    """Write the tiles of all sizes; the first word selects one (`_size`).
+    """Write the tiles of all sizes; the first word selects a size (`_size`).
 
-    The others are addresses, sizes in numbers, and 0 or 1. Sums start with those at `sums` if
-    inputs came before, and go there if more follow. A tile has the weights of the next one brought
-    from memory.
+    The other words are addresses, sizes in numbers, and 0 or 1. Sums start from the numbers at
+    `sums` if inputs came before, and are stored there if more inputs follow. A tile prefetches the
+    weights of the next tile.
     """
     size, x, w, y, inputs, count, width, sums, is_later, is_last, inner, up, ranks = words
     terms = x, w, inputs, count
@@ -118,12 +118,12 @@ def _write_tiles(code: Code, *words: Any) -> None:
 
 @fast
 def _size(rows, outputs, size_bytes):  # type: ignore[no-untyped-def]
-    """Return the number of a size of tiles."""
+    """Return the number of a tile size."""
     return (rows * 8 + outputs) * 8 + size_bytes
 
 
 def _totals(code: Code, vectors: list[Any]) -> list[Any]:
-    """Return the sum of each vector's lanes: halves are added, of two vectors at a time."""
+    """Return the sum of the lanes of each vector, adding halves of two vectors at a time."""
     num, lanes, size = len(vectors), LINE, LINE
     while size > 1:
         half, starts = size // 2, range(0, 2 * lanes, size)
@@ -145,7 +145,7 @@ _MOST_ROWS = ROWS[0]
 
 @fast
 def _block(x, w, y, num_rows, inputs, width, num_outputs, size_bytes, low):  # type: ignore[no-untyped-def]
-    """Compute some outputs of some rows, from addresses; `low` are inner, up and ranks."""
+    """Compute some outputs of some rows, from addresses; `low` is inner, up and ranks."""
     inner, up, ranks = low
     r = 0
     num_blocks = (inputs + MAX_INPUTS - 1) // MAX_INPUTS
@@ -187,12 +187,12 @@ def _block(x, w, y, num_rows, inputs, width, num_outputs, size_bytes, low):  # t
                 o += outputs
             i += count
         r += rows
-    return sums_N.size  # numba would free it after its last use: before the loop
+    return sums_N.size  # numba would free sums_N after its last use, before the loop
 
 
 @fast
 def _block_outputs(num_outputs):  # type: ignore[no-untyped-def]
-    """Return the outputs of a part, whole lines of memory; parts are of one size."""
+    """Return the outputs of a part, in whole lines of memory; all parts have one size."""
     max_outputs = BLOCK_OUTPUTS if num_outputs % (2 * BLOCK_OUTPUTS) == 0 else 2 * LINE
     parts = 2 * ((num_outputs + 2 * max_outputs - 1) // (2 * max_outputs))
     return ((num_outputs + parts - 1) // parts + LINE - 1) // LINE * LINE
@@ -200,7 +200,7 @@ def _block_outputs(num_outputs):  # type: ignore[no-untyped-def]
 
 @fast
 def _parts(num_rows, num_outputs):  # type: ignore[no-untyped-def]
-    """Return the parts of the outputs, and of the rows."""
+    """Return the number of parts of the outputs, and of the rows."""
     size = _block_outputs(num_outputs)
     return (num_outputs + size - 1) // size, (num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS
 
@@ -237,7 +237,7 @@ def _begin(call):  # type: ignore[no-untyped-def]
 
 
 def _functions(stamp):  # type: ignore[no-untyped-def]
-    """Return the task and the call; the stamp is for numba's cache."""
+    """Return the task and the call; the stamp is for the numba cache."""
 
     def task(address):  # type: ignore[no-untyped-def]
         if stamp >= 0:
@@ -254,5 +254,5 @@ def _functions(stamp):  # type: ignore[no-untyped-def]
 
 
 def register() -> None:
-    """Compile the kernel, or read it from numba's cache, and name it for XLA."""
+    """Compile the kernel, or load it from the numba cache, and register it with XLA."""
     cpu_calls.register(NAME, __file__, _functions)

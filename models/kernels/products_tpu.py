@@ -1,9 +1,9 @@
-"""Products with weights on a TPU, whose sums have one order in any number of rows.
+"""Products with weights on a TPU, with sums in one order for any number of rows.
 
     y = Σ over blocks of inputs, in order, of x · wᵀ
 
-Blocks of inputs follow from their number alone. A sum over a block is the matrix unit's, which
-has the same order for every row. Weights are read once for `ROWS` rows.
+Blocks of inputs depend only on the number of inputs. The matrix unit sums a block, in the same
+order for every row. Weights are read once for `ROWS` rows.
 
 R rows, I inputs, O outputs.
 """
@@ -34,10 +34,10 @@ def takes(num_inputs: int, dtype: Any) -> bool:
 def product(
     x_RI: jax.Array, weight_OI: jax.Array, dtype: Any, *, interpret: Any = False
 ) -> jax.Array:
-    """Return x · wᵀ of bfloat16, [R, O] of `dtype`, summed in float32."""
+    """Return x · wᵀ of bfloat16 arrays, [R, O] of `dtype`, summed in float32."""
     (num_rows, num_inputs), num_outputs = x_RI.shape, len(weight_OI)
     inputs = next(n for n in (INPUTS, INPUTS // 2, LANES) if num_inputs % n == 0)
-    # several blocks of outputs, for both cores and for copies ahead
+    # several blocks of outputs, for both cores and for prefetching
     outputs = min(num_outputs, OUTPUTS, pl.cdiv(num_outputs, MIN_BLOCKS * LANES) * LANES)
     rows = min(ROWS, num_rows)
     grid = pl.cdiv(num_outputs, outputs), pl.cdiv(num_rows, rows), num_inputs // inputs

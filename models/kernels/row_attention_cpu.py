@@ -1,9 +1,10 @@
 """Attention over packed rows on CPUs, forward and backward (`models.row_attention`).
 
 A token sees the shared tokens of its prompt, and its response up to itself: two ranges. So the
-tokens of a prompt must follow one another in a row, and so must a response's, as
+tokens of a prompt must be adjacent in a row, and so must the tokens of a response, as
 `rl.records.packing` lays them out. Padding sees itself. A part is a segment with one key/value
-head: a prompt of a row with its responses, which no other token sees. Sums are float32.
+head; a segment is a prompt of a row with its responses, which no other token sees. Sums are
+float32.
 
 Shape suffixes: B rows, T tokens of a row, or of a segment, H heads, K key/value heads, G = H/K, h
 head size, Y queries of one key/value head, V positions that a query sees.
@@ -108,7 +109,7 @@ def _segment(prompt_BT, number):  # type: ignore[no-untyped-def]
 
 @fast
 def _ranges(prompt_T, branch_T, ranges_T3):  # type: ignore[no-untyped-def]
-    """Return each token's shared range, first and end, and the first token of its response."""
+    """Fill in the shared range (first, end) of each token, and the first token of its response."""
     own, shared, shared_end = 0, 0, 0
     for t in range(len(prompt_T)):
         is_new = t == 0 or prompt_T[t] != prompt_T[t - 1] or branch_T[t] != branch_T[t - 1]
@@ -136,7 +137,7 @@ def _block_end(ranges_T3, begin):  # type: ignore[no-untyped-def]
 
 @fast
 def _dots_of_block(a_TGh, bT_hT, ranges_T3, begin, end, out_YV):  # type: ignore[no-untyped-def]
-    """Fill in the products of a block's rows with the tokens that its last one sees."""
+    """Fill in the products of the rows of a block with the tokens that its last token sees."""
     shared, shared_end, own = ranges_T3[begin]
     a_Yh = a_TGh[begin:end].reshape(-1, a_TGh.shape[2])
     all_dots(a_Yh, bT_hT, shared, shared_end, out_YV, 0)
@@ -145,7 +146,7 @@ def _dots_of_block(a_TGh, bT_hT, ranges_T3, begin, end, out_YV):  # type: ignore
 
 @fast
 def _mix_of_block(weight_YV, b_Th, ranges_T3, begin, end, out_TGh):  # type: ignore[no-untyped-def]
-    """Add to a block's rows the tokens that its last one sees, weighted."""
+    """Add the weighted tokens that the last token of a block sees to the rows of the block."""
     (shared, shared_end, own), (_, G, h), V = ranges_T3[begin], out_TGh.shape, weight_YV.shape[1]
     weight, out, num_rows = weight_YV.ctypes.data, out_TGh[begin].ctypes.data, (end - begin) * G
     for first in range(shared, shared_end, BLOCK):
@@ -159,7 +160,7 @@ def _mix_of_block(weight_YV, b_Th, ranges_T3, begin, end, out_TGh):  # type: ign
 
 @fast
 def _spread(weight_YV, a_TGh, ranges_T3, begin, end, out_Th):  # type: ignore[no-untyped-def]
-    """Add a block's rows to the tokens that its last one sees, weighted."""
+    """Add the weighted rows of a block to the tokens that its last token sees."""
     (shared, shared_end, own), (_, G, h), V = ranges_T3[begin], a_TGh.shape, weight_YV.shape[1]
     weight, a, num_rows = weight_YV.ctypes.data, a_TGh[begin].ctypes.data, (end - begin) * G
     out = out_Th.ctypes.data
@@ -268,7 +269,7 @@ def _backward(
 
 @fast
 def _run(call, part):  # type: ignore[no-untyped-def]
-    """Serve a call of `forward`, which has two outputs, or of `backward`."""
+    """Compute a part of `forward`, which has two outputs, or of `backward`."""
     B, T, H, h = cpu_calls.sizes(call, 0, 4)
     K = cpu_calls.sizes(call, 1, 4)[2]
     queries, keys, sums = (B, T, H, h), (B, T, K, h), (B, H, T)
@@ -317,7 +318,7 @@ def _begin(call):  # type: ignore[no-untyped-def]
 
 
 def _functions(stamp):  # type: ignore[no-untyped-def]
-    """Return the task and the call; the stamp is for numba's cache."""
+    """Return the task and the call; the stamp is for the numba cache."""
 
     def task(address):  # type: ignore[no-untyped-def]
         if stamp >= 0:
@@ -334,5 +335,5 @@ def _functions(stamp):  # type: ignore[no-untyped-def]
 
 
 def register() -> None:
-    """Compile the kernel, or read it from numba's cache, and name it for XLA."""
+    """Compile the kernel, or load it from the numba cache, and register it with XLA."""
     cpu_calls.register(NAME, __file__, _functions)

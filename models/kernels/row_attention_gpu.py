@@ -1,10 +1,10 @@
 """Attention over packed rows on a Hopper GPU: a Pallas (Mosaic GPU) kernel, forward and backward.
 
-A thread block is one warp group. Forward and for dq it has a block of queries of one head, and goes
-through the blocks of keys that these see; for dk and dv it has a block of keys, and goes through
+A thread block is one warp group. Forward and for dq, it has a block of queries of one head, and
+visits the blocks of keys that these queries see. For dk and dv, it has a block of keys, and visits
 the blocks of queries that see them, of all heads of the key/value head. Blocks come by TMA into
-several buffers: while one is computed, the next ones are copied. Formulas, shapes and sources: see
-`row_attention_tpu`; X pairs of blocks of all rows, D buffers.
+several buffers: while one is computed, the next blocks are copied. For formulas, shapes and sources
+see `row_attention_tpu`; X pairs of blocks of all rows, D buffers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from reprise.models.kernels import LOG2_E, NEGATIVE, row_pairs
 from reprise.models.kernels.hopper import PART_TOKENS, ROWS, Parts, WarpGroup, across, shared_tiles
 
 _BLOCK_TOKENS = ROWS  # of queries and of keys
-_BUFFERS = 2  # two thread blocks fit a processor's shared memory
-_MAX_PAIRS = 2**24  # of all rows: a list of 64 MiB
+_BUFFERS = 2  # two thread blocks fit the shared memory of a processor
+_MAX_PAIRS = 2**24  # in all rows; a list of 64 MiB
 
 
 def takes(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any) -> str | None:
@@ -108,7 +108,7 @@ def backward(
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """The sizes of a call; `by_query`: a thread block has a block of queries, not of keys."""
+    """The sizes of a call; with `by_query`, a thread block has a block of queries, else of keys."""
 
     num_rows: int
     num_tokens: int
@@ -135,12 +135,12 @@ class _Sizes:
         return self.head_dim**-0.5
 
     def filled(self, x: jax.Array, axis: int = 1) -> jax.Array:
-        """Return an array whose axis of positions is filled up to whole blocks."""
+        """Return an array with the axis of positions padded to whole blocks."""
         over = -self.num_tokens % _BLOCK_TOKENS
         return jnp.pad(x, [(0, over if i == axis else 0) for i in range(x.ndim)]) if over else x
 
     def scratch(self, resident: int, moving: int, moving_sums: int = 0) -> tuple:
-        """Return (shared memory, barrier) of arrays copied once, and of buffered ones."""
+        """Return (shared memory, barrier) of arrays copied once, and of buffered arrays."""
         D, C, h = _BUFFERS, _BLOCK_TOKENS, self.head_dim
         sums = plgpu.SMEM((D, C), jnp.float32)
         buffers = *[shared_tiles(D, C, h)] * moving, *[sums] * moving_sums
@@ -177,7 +177,7 @@ def _run(
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """The block and head of a thread block, and the pairs that it goes through."""
+    """The block and head of a thread block, and the pairs that it visits."""
 
     sizes: _Sizes
     registers: WarpGroup
@@ -187,7 +187,7 @@ class _Block:
     row: jax.Array
     head: jax.Array
     block: jax.Array
-    first: jax.Array  # of its pairs in the list
+    first: jax.Array  # first of its pairs in the list
     num_steps: jax.Array  # for a block of keys, a pair counts once per head of the group
 
     @staticmethod
@@ -204,13 +204,13 @@ class _Block:
         return _Block(sizes, registers, pair_X, prompt_BT, branch_BT, *place, first, num_steps)
 
     def at(self, x: Any, block: jax.Array | None = None, head: jax.Array | None = None) -> Any:
-        """Return a block of [B, T, H, h], or of sums [B, H, T]; by default this block's."""
+        """Return a block of [B, T, H, h], or of sums [B, H, T]; by default the current block."""
         head = self.head if head is None else head
         tokens = _tokens(self.block if block is None else block)
         return x.at[self.row, tokens, head] if len(x.shape) == 4 else x.at[self.row, head, tokens]
 
     def step(self, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return a step's pair, and the block and head of the moving arrays."""
+        """Return the pair of a step, and the block and head of the moving arrays."""
         G = self.sizes.group
         if self.sizes.by_query:
             pair = self.pair_X[self.first + step]
@@ -224,7 +224,7 @@ class _Block:
         """Fold `each(step, pair, ready, carry)` over the steps.
 
         `resident` and `moving` are (array, shared memory, barrier); `ready(i)` waits for the block
-        of the i-th moving one.
+        of moving array i.
         """
 
         def fetch(step: jax.Array) -> None:
@@ -257,7 +257,7 @@ class _Block:
         return jax.lax.fori_loop(0, self.num_steps, body, start)
 
     def write(self, results: Sequence[tuple]) -> None:
-        """Write (array, shared memory that is free by now, result in registers)."""
+        """Write results: (array, shared memory that is free, result in registers)."""
         for x, tile, result in results:
             tile[...] = result.astype(x.dtype)
         plgpu.commit_smem()
@@ -266,13 +266,13 @@ class _Block:
         plgpu.wait_smem_to_gmem(0)
 
     def scores(self, pair: jax.Array, rows: Any, columns: Any) -> jax.Array:
-        """Return log2 of e^score of a pair, very negative for unseen keys; own rows first."""
+        """Return log2 of e^score of a pair, very negative for unseen keys; resident rows first."""
         scores = self.registers.scores(rows, columns, self.sizes.scale * LOG2_E)
         masked = partial(self._masked, pair)
         return jax.lax.cond(row_pairs.is_whole(pair), lambda scores: scores, masked, scores)
 
     def _masked(self, pair: jax.Array, scores: jax.Array) -> jax.Array:
-        """Mask scores: a query sees keys before it of its prompt, shared or of its response."""
+        """Mask scores: a query sees earlier keys of its prompt, shared or of its response."""
         of_query, of_key = (0, 1) if self.sizes.by_query else (1, 0)
         query, key = row_pairs.query_block(pair), row_pairs.key_block(pair)
 
@@ -294,17 +294,17 @@ def _tokens(block: jax.Array) -> Any:
 
 
 def _with(arrays: Sequence[Any], scratch: Sequence[tuple]) -> list[tuple]:
-    """Return arrays with the shared memory and the barriers of each."""
+    """Return arrays, each with its shared memory and its barriers."""
     return [(x, *memory) for x, memory in zip(arrays, scratch, strict=True)]
 
 
 def _down(x: jax.Array) -> jax.Array:
-    """Return [C, C] of numbers by column."""
+    """Broadcast numbers by column to [C, C]."""
     return jax.lax.broadcast_in_dim(x, (len(x), len(x)), [1])
 
 
 def _forward_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
-    """The softmax of each query, in the order of `hopper`.
+    """Compute the softmax of each query, in the order of `hopper`.
 
     If segments start with blocks, the n-th block that a query sees has the positions from n · C.
     """
@@ -326,7 +326,7 @@ def _forward_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
 
 
 def _dq_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
-    """Gradients of queries."""
+    """Compute the gradients of queries."""
     *lists, q, k, v, dout, lse, delta, dq, resident, moving = refs
     block, C, h = _Block.of(sizes, registers, lists), _BLOCK_TOKENS, sizes.head_dim
     (q_Ch, _), (dout_Ch, _) = resident
@@ -346,7 +346,7 @@ def _dq_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
 
 
 def _dkv_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
-    """Gradients of keys and values; scores keys first: no transposed operand from registers."""
+    """Compute dk and dv; scores are keys first, so no operand from registers is transposed."""
     *lists, q, k, v, dout, lse, delta, dk, dv, resident, moving = refs
     block, S, h = _Block.of(sizes, registers, lists), _BLOCK_TOKENS, sizes.head_dim
     (k_Sh, _), (v_Sh, _) = resident

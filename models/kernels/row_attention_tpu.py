@@ -4,14 +4,14 @@
     backward   p = e^(score − lse),  δ = Σ_h dout · out,  ds = p (dout vᵀ − δ)
                dq = ds k / √h,  dk = dsᵀ q / √h,  dv = pᵀ dout
 
-A grid step is a pair of a block of queries and one of keys (`row_pairs`), for all query heads of a
-key/value head: keys and values are read once for them. Scores are held keys first, [S, C], so that
-numbers of a query (maximum, sum, log-sum-exp) are a row of lanes; forward they take keys in the
-order of attention to pages (`softmax_tpu`). `models.row_attention` is the reference. On a mesh each
-device calls this with its local rows and heads.
+A grid step is a pair of a block of queries and a block of keys (`row_pairs`), for all query heads
+of a key/value head, so that keys and values are read once for these heads. Scores are held keys
+first, [S, C], so that the numbers of a query (maximum, sum, log-sum-exp) are a row of lanes. The
+forward pass takes keys in the order of attention to pages (`softmax_tpu`). `models.row_attention`
+is the reference. On a mesh each device calls this with its local rows and heads.
 
 B rows, T positions, H heads, K key/value heads, G = H/K, h head size, n blocks, P pairs of blocks,
-C queries of a block, S keys of one. Sources: arXiv 2205.14135 (blocks), arXiv 2307.08691 (two
+C queries of a block, S keys of a block. Sources: arXiv 2205.14135 (blocks), arXiv 2307.08691 (two
 passes backward).
 """
 
@@ -40,9 +40,9 @@ from reprise.models.kernels.softmax_tpu import (
 )
 
 _BLOCK_TOKENS = 512  # at most; of queries and of keys
-_VMEM_BYTES = 48 * 2**20  # a kernel's limit; TPUs since v5e have 64 MiB and more
-_BLOCK_BYTES = 2 * 2**20  # at most, of a block's queries in float32
-_MAX_PAIRS = 2**17  # of all rows: half of the memory of scalars
+_VMEM_BYTES = 48 * 2**20  # limit of a kernel; TPUs since v5e have 64 MiB and more
+_BLOCK_BYTES = 2 * 2**20  # at most, for the queries of a block in float32
+_MAX_PAIRS = 2**17  # in all rows; half of the scalar memory
 
 
 def takes(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any) -> str | None:
@@ -62,7 +62,7 @@ def takes(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any) -> st
 
 
 def block_tokens(num_tokens: int, group: int, head_size: int) -> int:
-    """Return the positions of a block: fewer for many heads of a group, and for short rows."""
+    """Return the positions of a block: fewer for large groups of heads, and for short rows."""
     size = _BLOCK_TOKENS
     while size > LANES and 4 * size * group * max(head_size, LANES) > _BLOCK_BYTES:
         size //= 2
@@ -140,7 +140,7 @@ def backward(
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """The shapes and the pairs of a call, and how its arrays are laid out for the kernel."""
+    """The shapes and the pairs of a call, and the layout of its arrays for the kernel."""
 
     B: int
     T: int
@@ -148,7 +148,7 @@ class _Call:
     G: int
     h: int
     C: int
-    prompt_BT: jax.Array  # filled up to whole blocks, as the next
+    prompt_BT: jax.Array  # padded to whole blocks, like branch_BT
     branch_BT: jax.Array
     interpret: Any
 
@@ -165,21 +165,21 @@ class _Call:
         return _Call(B, T, K, H // K, h, size, prompt_BT, branch_BT, how)
 
     def queries(self, x_BTHh: jax.Array) -> jax.Array:
-        """Return [B, K, G, T, h], T filled up to whole blocks."""
+        """Return [B, K, G, T, h], with T padded to whole blocks."""
         x_BHTh = self._filled(x_BTHh.swapaxes(1, 2), 2)
         return x_BHTh.reshape(self.B, self.K, self.G, *x_BHTh.shape[2:])
 
     def keys(self, x_BTKh: jax.Array) -> jax.Array:
-        """Return [B, K, T, h], filled up."""
+        """Return [B, K, T, h], padded."""
         return self._filled(x_BTKh.swapaxes(1, 2), 2)
 
     def sums(self, x_BHT: jax.Array) -> jax.Array:
-        """Return [B, K, G, T], filled up."""
+        """Return [B, K, G, T], padded."""
         x_BHT = self._filled(x_BHT, 2)
         return x_BHT.reshape(self.B, self.K, self.G, -1)
 
     def rows(self, x: jax.Array) -> jax.Array:
-        """Return [B, T, H, h] of queries or keys as they are laid out."""
+        """Return [B, T, H, h] from queries or keys in the layout of the kernel."""
         x_BHTh = x.reshape(self.B, -1, *x.shape[-2:])
         return x_BHTh.swapaxes(1, 2)[:, : self.T]
 
@@ -209,7 +209,7 @@ class _Call:
         scratch: list[Any],
         products: int,
     ) -> Any:
-        """Run a kernel over the pairs that see each other, all heads of a key/value head a step."""
+        """Run a kernel over the visible pairs, with all heads of a key/value head in a step."""
         places = self.prompt_BT, self.branch_BT
         pair_P, num_B = row_pairs.pair_list(*places, self.C, by_query)
         P = len(pair_P) // self.B
@@ -241,7 +241,7 @@ class _Call:
         )(pair_P, num_B, *(x for x, _ in inputs))
 
     def _cost(self, num_pairs: int, products: int, inputs: list, outputs: list) -> pl.CostEstimate:
-        """Return the cost of rows that are one sequence: every pair is a step with keys to read."""
+        """Return the cost if each row is one sequence: every pair is a step that reads keys."""
         steps = self.B * self.K * self.G * num_pairs * self.C**2
         keys = 2 * self.B * self.K * num_pairs * self.C * self.h * outputs[0][0].dtype.itemsize
         once = sum(x.size * x.dtype.itemsize for x, _ in [*inputs, *outputs])
@@ -254,7 +254,7 @@ class _Call:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """A grid step: a pair of blocks, or nothing; `first`, `last` of its result's block."""
+    """A grid step: a pair of blocks, or nothing; `first` or `last` of its result block."""
 
     pair: jax.Array
     is_pair: jax.Array
@@ -286,7 +286,7 @@ class _Step:
             each(lambda scores_SC: jnp.where(mask_SC, scores_SC, NEGATIVE))
 
     def _mask(self, of_queries: Any, of_keys: Any) -> jax.Array:
-        """mask[s, c]: query c of the pair may see key s of it."""
+        """Return mask[s, c]: query c of the pair may see key s of the pair."""
         prompt_1C, branch_1C = of_queries[0, 0:1, :], of_queries[0, 1:2, :]
         prompt_S1, branch_S1 = of_keys[0, :, 0:1], of_keys[0, :, 1:2]
         shape = prompt_S1.shape[0], prompt_1C.shape[1]
@@ -298,7 +298,7 @@ class _Step:
 
 
 def _forward_kernel(*refs: Any, num_pairs: int, group: int, scale: float) -> None:
-    """A running maximum and sum of each query, as `models.row_attention` keeps them."""
+    """Compute a running maximum and sum of each query, as `models.row_attention` does."""
     pair_P, num_B, *places, q, k, v, out, lse, sum_GhC, top_GC, total_GSC = refs
     step = _Step.of(pair_P, num_B, num_pairs, row_pairs.query_block)
 
@@ -327,14 +327,14 @@ def _forward_kernel(*refs: Any, num_pairs: int, group: int, scale: float) -> Non
 
 
 def _dq_kernel(*refs: Any, num_pairs: int, group: int, scale: float) -> None:
-    """Gradients of queries, and δ, which the gradients of keys and values need too."""
+    """Compute the gradients of queries, and δ, which the gradients of keys and values need too."""
     pair_P, num_B, *places, q, k, v, dout, lse, out, dq, delta, sum_GhC = refs
     step = _Step.of(pair_P, num_B, num_pairs, row_pairs.query_block)
 
     @pl.when(step.first)
     def _() -> None:
         sum_GhC[...] = jnp.zeros_like(sum_GhC)
-        ones_8h = jnp.ones((8, out.shape[-1]), jnp.float32)  # a sum over lanes, as a row of them
+        ones_8h = jnp.ones((8, out.shape[-1]), jnp.float32)  # a sum over lanes, as a row of lanes
         for g in range(group):
             products_Ch = dout[0, 0, g].astype(jnp.float32) * out[0, 0, g].astype(jnp.float32)
             delta[0, 0, g : g + 1] = product(ones_8h, products_Ch, LAST)[:1]

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-BLOCK_BITS = 15  # of a block's number in a list of pairs
-_PADDING = 2**30  # the prompt of padding in ranges: rows are padded at their end
+BLOCK_BITS = 15  # of a block number in a list of pairs
+_PADDING = 2**30  # the prompt of padding in ranges; rows are padded at the end
 
 
 def seen_pairs(prompt_BT: jax.Array, branch_BT: jax.Array, size: int) -> jax.Array:
-    """Return whether block i of queries sees any of block j of keys, by ranges; bool [B, n, n]."""
+    """Return whether block i of queries sees any key of block j, by ranges; bool [B, n, n]."""
     B, T = prompt_BT.shape
     prompt = jnp.where(prompt_BT > 0, prompt_BT, _PADDING).reshape(B, T // size, size)
     branch = branch_BT.reshape(prompt.shape)
@@ -29,7 +29,7 @@ def seen_pairs(prompt_BT: jax.Array, branch_BT: jax.Array, size: int) -> jax.Arr
 
 
 def whole_pairs(prompt_BT: jax.Array, branch_BT: jax.Array, size: int) -> jax.Array:
-    """Return the pairs that need no mask: every query sees every key; bool [B, n, n]."""
+    """Return which pairs need no mask, because every query sees every key; bool [B, n, n]."""
     B, T = prompt_BT.shape
     prompt, branch = (x.reshape(B, T // size, size) for x in (prompt_BT, branch_BT))
 
@@ -48,8 +48,9 @@ def pair_list(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the seen pairs of each row, int32 [B · P], and their number, [B].
 
-    `size` divides T. A pair is (query block << 16) + (key block << 1) + whole. The order is by
-    query blocks, or key blocks, then by the others; the last pair is repeated to the end.
+    `size` divides T. A pair is (query block << 16) + (key block << 1) + whole. Pairs are in order
+    of query blocks, or of key blocks, then of the other blocks; the last pair is repeated to the
+    end.
     """
     seen_Bnn = seen_pairs(prompt_BT, branch_BT, size)
     whole_Bnn = whole_pairs(prompt_BT, branch_BT, size)
@@ -70,7 +71,7 @@ def pair_list(
 def block_bounds(
     prompt_BT: jax.Array, branch_BT: jax.Array, size: int, by_query: bool
 ) -> jax.Array:
-    """Return each block's first place in `pair_list`, and each row's end; int32 [B · (n + 1)]."""
+    """Return the first place of blocks in `pair_list`, and the end of rows; int32 [B · (n + 1)]."""
     num_Bn = seen_pairs(prompt_BT, branch_BT, size).sum(axis=2 if by_query else 1, dtype=jnp.int32)
     B, n = num_Bn.shape
     bound_BX = jnp.pad(jnp.cumsum(num_Bn, axis=1), ((0, 0), (1, 0)))
@@ -78,15 +79,15 @@ def block_bounds(
 
 
 def query_block(pair: jax.Array) -> jax.Array:
-    """Return the block of queries of a pair in a list."""
+    """Return the query block of a pair in a list."""
     return pair >> (BLOCK_BITS + 1)
 
 
 def key_block(pair: jax.Array) -> jax.Array:
-    """Return its block of keys."""
+    """Return the key block of a pair in a list."""
     return (pair >> 1) & (2**BLOCK_BITS - 1)
 
 
 def is_whole(pair: jax.Array) -> jax.Array:
-    """Return whether every query of a pair sees every key of it."""
+    """Return whether every query of a pair sees every key of the pair."""
     return pair % 2 == 1

@@ -1,9 +1,9 @@
-"""Shared by the TPU kernels of attention: softmaxes of queries over keys in one order.
+"""Softmaxes of queries over keys in one order, shared by the TPU kernels for attention.
 
-A softmax takes keys in blocks of `KEYS` in order of position, and adds up a block's weights in
-halves. So the bits of a query's result depend on its keys alone, whichever kernel computes it, with
-whichever other queries. Keys that it does not see weigh 0. Attention to pages has few queries, its
-scores are held queries first; packed rows have many, theirs are held keys first.
+A softmax takes keys in blocks of `KEYS` in order of position, and adds the weights of a block in
+halves. So the bits of a result depend only on the keys of its query, whichever kernel computes it
+and with whichever other queries. Unseen keys have weight 0. Attention to pages has few queries and
+holds scores queries first; packed rows have many queries and hold scores keys first.
 
     score = q·k/√h · log₂e,   top = round(max score)
     total = Σ 2^(score − top),   sum = Σ 2^(score − top) v
@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from reprise.models.kernels import LOG2_E, NEGATIVE, power_of_two
 
 LANES, SUBLANES = 128, 8
-KEYS = LANES  # of a block
+KEYS = LANES  # keys of a block
 LAST = (((1,), (1,)), ((), ()))  # x · yᵀ
 PLAIN = (((1,), (0,)), ((), ()))  # x · y
 FIRST = (((0,), (0,)), ((), ()))  # xᵀ · y
@@ -35,16 +35,16 @@ def product(x: jax.Array, y: jax.Array, dimensions: Any) -> jax.Array:
 
 
 def scores(x_Xh: jax.Array, y_Yh: jax.Array) -> jax.Array:
-    """Return the scores of queries and keys, whichever are first; [X, Y].
+    """Return the scores of queries and keys, in either order; [X, Y].
 
-    The maximum keeps a product from being fused with a later subtraction.
+    The maximum keeps the product from being fused with a later subtraction.
     """
     scale = x_Xh.shape[1] ** -0.5 * LOG2_E
     return jnp.maximum(product(x_Xh, y_Yh, LAST) * scale, NEGATIVE)
 
 
 class Softmax(NamedTuple):
-    """A softmax over some keys: [X, h]; the top in each lane, and the total by lane, [X, l]."""
+    """A softmax over some keys: sums [X, h], the top in each lane, and totals by lane, [X, l]."""
 
     sum_Xh: jax.Array
     top_Xl: jax.Array
@@ -56,7 +56,7 @@ class Softmax(NamedTuple):
         return Softmax(*(jnp.full((num_rows, w), x, jnp.float32) for w, x in widths))
 
     def with_blocks(self, scores_XY: jax.Array, values_Yh: jax.Array) -> Softmax:
-        """Return the softmax over these keys too."""
+        """Return the softmax with these keys added."""
         sum_Xh, top_Xl, total_Xl = self
         blocks = [slice(i, i + KEYS) for i in range(0, len(values_Yh), KEYS)]
         tops = [jnp.round(jnp.max(scores_XY[:, x], axis=1, keepdims=True)) for x in blocks]
@@ -72,18 +72,18 @@ class Softmax(NamedTuple):
         return Softmax(sum_Xh, top_Xl, total_Xl)
 
     def total(self) -> jax.Array:
-        """Return the total of all lanes, in each lane; [X, l]."""
+        """Return the total over all lanes, in each lane; [X, l]."""
         return sum_of_halves(self.total_Xl, 1)
 
     def attention(self) -> jax.Array:
-        """Return the average of the values, [X, h]; 0 over no keys."""
+        """Return the average of the values, [X, h]; 0 without keys."""
         total_Xl = self.total()
         inverse_Xl = jnp.where(total_Xl > 0, 1.0 / jnp.where(total_Xl > 0, total_Xl, 1.0), 0.0)
         return self.sum_Xh * wide(inverse_Xl, self.sum_Xh.shape[1])
 
 
 def sum_of_halves(x: jax.Array, axis: int) -> jax.Array:
-    """Sum `KEYS` numbers along an axis: [1, C] along the first, [X, l] of the same in all lanes."""
+    """Sum `KEYS` numbers along an axis: [1, C] along the first, else equal lanes, [X, l]."""
     step = KEYS
     while (step := step // 2) > 0:
         if axis == 0 and step >= SUBLANES:
@@ -94,19 +94,19 @@ def sum_of_halves(x: jax.Array, axis: int) -> jax.Array:
 
 
 def wide(x_Xl: jax.Array, width: int) -> jax.Array:
-    """Return `width` identical columns of lanes that are equal."""
+    """Return `width` columns, all equal to the given lanes, which are identical."""
     return jnp.concatenate([x_Xl] * (width // LANES), axis=-1)
 
 
 class KeysFirst(NamedTuple):
-    """A softmax over some keys: [h, C], [1, C], and the total by place of a key, [S, C]."""
+    """A softmax over some keys: sums [h, C], tops [1, C], and the total by key, [S, C]."""
 
     sum_hC: jax.Array
     top_1C: jax.Array
     total_SC: jax.Array
 
     def with_blocks(self, scores_XC: jax.Array, values_Xh: jax.Array) -> KeysFirst:
-        """Return the softmax over these keys too."""
+        """Return the softmax with these keys added."""
         sum_hC, top_1C, total_SC = self
         blocks = [slice(i, i + KEYS) for i in range(0, len(scores_XC), KEYS)]
         tops = [jnp.round(jnp.max(scores_XC[x], axis=0, keepdims=True)) for x in blocks]
@@ -119,7 +119,7 @@ class KeysFirst(NamedTuple):
         return KeysFirst(sum_hC, top_1C, total_SC)
 
     def total(self) -> jax.Array:
-        """Return the total of all keys, [1, C]."""
+        """Return the total over all keys, [1, C]."""
         return sum_of_halves(self.total_SC, 0)
 
     def attention(self) -> jax.Array:

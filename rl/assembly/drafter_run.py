@@ -1,4 +1,4 @@
-"""The learned drafter of a run: opened, trained during the run, and saved."""
+"""The learned drafter of a run: how a run opens, trains and saves the drafter."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _VOCABULARY_PROMPTS = 20_000
 
 
 def open_drafter(config: TrainConfig, inputs: Inputs) -> EagleWeights:
-    """Return the drafter that a run starts from; a reduced vocabulary is from the first prompts."""
+    """Return the initial drafter of a run; the first prompts determine a reduced vocabulary."""
     first = range(min(len(inputs.task), _VOCABULARY_PROMPTS))
     prompts = (inputs.encode(inputs.task[i], config.task) for i in first)
     training, seed = config.drafter_training, config.run.seed
@@ -59,7 +59,7 @@ def first_drafter(
     seed: int,
     texts: Iterable[Sequence[int] | np.ndarray],
 ) -> EagleWeights:
-    """Return the drafter to start from, in float32: a folder's, or one of random weights.
+    """Return the initial drafter in float32, loaded from a folder or randomly initialized.
 
     A reduced vocabulary has the most frequent tokens of `texts`, which are not read otherwise.
     """
@@ -76,7 +76,7 @@ def first_drafter(
 def frequent_tokens(
     texts: Iterable[Sequence[int] | np.ndarray], model: ModelConfig, size: int
 ) -> np.ndarray:
-    """Return the end tokens and the most frequent tokens of texts, ascending int32 [size]."""
+    """Return the end tokens and the most frequent tokens of `texts`, ascending, int32 [size]."""
     counts_V = np.zeros(model.vocab_size, np.int64)
     for tokens in texts:
         np.add.at(counts_V, np.asarray(tokens), 1)
@@ -85,10 +85,10 @@ def frequent_tokens(
 
 
 class DrafterRun(StepListener):
-    """Training of a run's drafter, step by step. Made by `open_run`.
+    """Drafter training during a run, step by step. Created by `open_run`.
 
-    If workers are other programs, `trainer_engine` is an engine on the trainer's devices (of
-    process 0) that sums and applies gradients, and trains after rollouts.
+    If workers are other programs, `trainer_engine` is an engine on the trainer devices of process
+    0. This engine sums and applies gradients, and trains after rollouts.
     """
 
     def __init__(
@@ -103,17 +103,17 @@ class DrafterRun(StepListener):
 
     @property
     def trains(self) -> bool:
-        """True if the run trains it; otherwise it keeps the weights that it was opened with."""
+        """True if the run trains the drafter; otherwise the drafter keeps its initial weights."""
         return self.spot is not None or self._config.drafter.steps_after_rollout > 0
 
     def sink(self, step: int) -> BufferSink | None:
-        """Return the sink for hidden states of a sample of a step's requests, to train on."""
+        """Return a sink that stores hidden states of sampled requests of `step` for training."""
         if not self.trains:
             return None
         config, buffer = self._config, self.trainer.buffer
         width = self.trainer.learned.config.hidden_width
         token_bytes = width * np.dtype(config.trainer.dtype).itemsize + np.dtype(np.int32).itemsize
-        # in a pipeline the step before is not whole yet
+        # in pipeline mode the previous step is still incomplete
         before = step - 1 if config.sched.mode == "pipeline" else step
         share = buffer.share_for(
             before, config.rollout.num_requests, config.longest_tokens, token_bytes
@@ -121,7 +121,7 @@ class DrafterRun(StepListener):
         return BufferSink(buffer, step, RequestSample(config.run.seed, step, share))
 
     def before_rollout(self, spec: RolloutSpec, step: int) -> RolloutSpec:
-        """Prepare to train on a rollout of a step, which may have several; add the sink."""
+        """Prepare to train on a rollout, and add the sink; a step may have several rollouts."""
         if step != self._rl_step:
             self._rl_step = step
             self._first_step = self.trainer.step
@@ -137,16 +137,16 @@ class DrafterRun(StepListener):
 
     @property
     def waits_for_training(self) -> bool:
-        """True if the run waits while it trains after a rollout; idle workers train meanwhile."""
+        """True if the run waits for training after each rollout; False if idle workers train."""
         return self.spot is None
 
     @property
     def trained_this_step(self) -> bool:
-        """True if it trained since the step's rollouts started; spot training has no step."""
+        """True if the drafter has trained in this step; always False with spot training."""
         return self.spot is None and self.trainer.step != self._first_step
 
     def after_rollout(self, engine: RolloutEngine, weights: Params, timings: Timings) -> None:
-        """Train `steps_after_rollout` steps, and publish the weights for the next rollout."""
+        """Train for `steps_after_rollout` steps, and publish weights for the next rollout."""
         with timings.section("drafter"):
             if not self.trains:
                 return
@@ -166,7 +166,7 @@ class DrafterRun(StepListener):
             return
         trainer, workers = self.trainer, engine.engines
         if self.trainer_engine is not None:
-            workers = [self.trainer_engine]  # other programs compile theirs
+            workers = [self.trainer_engine]  # other programs compile their programs
         for worker in workers if self.spot is not None else workers[:1]:
             do_at(engine, worker, lambda e: trainer.warm_up(trainer.context(e, e.place(weights))))
 
@@ -179,7 +179,7 @@ class DrafterRun(StepListener):
         self.trainer.buffer.undo()
 
     def metrics(self, stats: EngineStats) -> dict[str, float]:
-        """Return means over the drafter's steps since the last call, and the buffer's size."""
+        """Return means over drafter steps since the last call, and the size of the buffer."""
         rows, buffer = self.trainer.take_history(), self.trainer.buffer
         means = {
             f"drafter/{name}": float(np.mean([row[name] for row in rows]))
@@ -194,16 +194,16 @@ class DrafterRun(StepListener):
 
     @property
     def template(self) -> DrafterState:
-        """The arrays of a run's checkpoint, for their shapes."""
+        """Arrays with the shapes that a run checkpoint restores."""
         return self.trainer.state
 
     def saved(self) -> tuple[DrafterState, dict[str, Any]]:
-        """Return the arrays and the plain state of a run's checkpoint."""
+        """Return the arrays and the plain state for a run checkpoint."""
         state, step = self.trainer.snapshot()
         return state, {"step": step, "buffer": self.trainer.buffer.state()}
 
     def load(self, arrays: DrafterState, state: dict[str, Any], *, exact: bool) -> None:
-        """Continue from a run's checkpoint, or unless `exact` from a newer one of the drafter."""
+        """Restore from a run checkpoint; unless `exact`, prefer a newer drafter checkpoint."""
         self.trainer.buffer.load_state(state["buffer"])
         step = int(state["step"])
         if not exact and self.trainer.checkpoints is not None:
@@ -227,10 +227,11 @@ def open_run(
     partition: Partition = WHOLE,
     trainer_engine: Engine | None = None,
 ) -> DrafterRun:
-    """Open a drafter's training; its last checkpoint is written when `stack` closes.
+    """Set up drafter training; the last checkpoint is written when `stack` closes.
 
-    Waiting for a save calls `heartbeat`. Of several processes with separate engines each trains a
-    drafter on its responses, and process 0's is saved; under one engine they train one together.
+    `heartbeat` is called while a save is pending. Several processes with separate engines each
+    train a drafter on the local responses, and only process 0 saves its drafter. Processes under
+    one engine train one drafter together.
     """
     options, deadline = config.drafter, Deadline(config.run.hang_limit_s, heartbeat)
     keeps = CheckpointConfig(keep=2, asynchronous=config.checkpoint.asynchronous)
@@ -254,7 +255,7 @@ def open_run(
 
 
 def idle_workers_train(config: TrainConfig) -> bool:
-    """Return whether workers of the run train its drafter while they are idle."""
+    """Return whether idle workers of the run train the drafter."""
     several = config.sched.workers > 1 or config.sched.beside_training
     return config.drafter.spot and several
 
@@ -271,7 +272,7 @@ def _checkpoints(
     stack: ExitStack,
     partition: Partition,
 ) -> Checkpointer | None:
-    """Return the drafter's checkpointer; None in a process whose drafter is not saved."""
+    """Return the checkpointer of the drafter; None in a process that does not save its drafter."""
     if partition.splits and not partition.processes.is_first:
         return None
     together = ALONE if partition.splits else partition.processes
@@ -281,13 +282,13 @@ def _checkpoints(
 
 @contextmanager
 def _kept(trainer: DrafterTrainer) -> Iterator[None]:
-    """Save the last state when a run is done without an error."""
+    """Save the last state when a run finishes without an error."""
     yield
     trainer.save_last()
 
 
 def do_at(engine: RolloutEngine, worker: Engine, work: Callable[[Engine], object]) -> None:
-    """Call `work` with one of the engine's workers, on its devices."""
+    """Call `work(worker)` on the devices of `worker`, which is a worker of `engine`."""
 
     def there() -> None:
         with worker.mesh_context():
@@ -297,10 +298,10 @@ def do_at(engine: RolloutEngine, worker: Engine, work: Callable[[Engine], object
 
 
 class DrafterStub:
-    """Placeholder in processes other than 0, which has the workers and the drafter.
+    """A placeholder in processes other than 0, since process 0 has the workers and the drafter.
 
-    All processes write and read a checkpoint together, so it has arrays of the same shapes, without
-    values. `learned` has shapes instead of weights. Made by `open_stub`.
+    All processes write and read a checkpoint together, so the stub has arrays of the same shapes,
+    without values. `learned` has shapes instead of weights. Created by `open_stub`.
     """
 
     trained_this_step, spot = False, None
@@ -312,28 +313,28 @@ class DrafterStub:
         self.waits_for_training = waits_for_training
 
     def warm_up(self, engine: RolloutEngine, weights: Params) -> None:
-        """Nothing is compiled."""
+        """Do nothing, since nothing needs compilation."""
 
     def mark(self) -> None:
-        """Nothing was caught."""
+        """Do nothing, since no entries are buffered."""
 
     def undo(self) -> None:
-        """Nothing was caught."""
+        """Do nothing, since no entries are buffered."""
 
     def saved(self) -> tuple[DrafterState, dict[str, Any]]:
-        """Return arrays that only process 0's have a value of, and no state."""
+        """Return zeros of the right shapes, and no state; only process 0 saves values."""
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.template)
         return jax.device_put(zeros), {}
 
     def load(self, arrays: DrafterState, state: dict[str, Any], *, exact: bool) -> None:
-        """Process 0 continues from a checkpoint."""
+        """Do nothing, since only process 0 restores the drafter."""
 
 
 AnyDrafter = DrafterRun | DrafterStub
 
 
 def open_stub(config: TrainConfig, inputs: Inputs) -> DrafterStub:
-    """Return the placeholder of the run's drafter; of its folder only the shapes are read."""
+    """Return a placeholder for the drafter of the run; only shapes are read from its folder."""
     options, training = config.drafter, config.drafter_training
 
     def state() -> DrafterState:

@@ -1,4 +1,4 @@
-"""The drafting workers of a run: engines of this program, or actors on Ray."""
+"""Drafting workers of a run: engines in this program, or Ray actors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from reprise.spec.budget.config import MODEL
 
 
 def make_planner(config: TrainConfig) -> Planner:
-    """Return the planner of a run's drafting workers."""
+    """Return the planner of drafting workers for a run."""
     settings, sched, max_nodes = config.drafting, config.sched, config.engine.max_nodes - 1
     methods = methods_of(len(config.draft_model.each))
     window = settings.window or min(max_nodes, config.draft_model.max_depth)
@@ -45,9 +45,9 @@ def take_workers(
     clock: Callable[[], float],
     report: Callable[[str], None],
 ) -> DraftingWorkers:
-    """Take the drafting workers from the engine's, and have idle ones help.
+    """Assign workers of `engine` to drafting, and enable helping by idle workers.
 
-    Raises ValueError if there are more than devices.
+    Raises ValueError if there are more drafting workers than devices.
     """
     settings = config.drafting
     assert isinstance(engine, MultiEngine), "drafting workers draft for others"
@@ -76,7 +76,7 @@ def take_workers(
 
 
 class DraftingListener(StepListener):
-    """Reports what drafting workers did in a step."""
+    """A listener that reports the activity of drafting workers in a step."""
 
     def __init__(self, workers: DraftingWorkers) -> None:
         self._workers = workers
@@ -88,7 +88,7 @@ class DraftingListener(StepListener):
 
 
 def have_idle_help(engine: MultiEngine, speculation: Speculation, planner: Planner) -> None:
-    """Have idle workers answer others' last requests again, if the planner agrees."""
+    """Let idle workers run copies of straggling requests if the planner finds that worthwhile."""
     settings = planner.config
     speculation.methods_of_copies = settings.methods
     engine.helpers = Helpers(
@@ -103,9 +103,9 @@ def have_idle_help(engine: MultiEngine, speculation: Speculation, planner: Plann
 def open_actors(
     config: TrainConfig, policy: ModelConfig, dtype: np.dtype, report: Callable[[str], None]
 ) -> Iterator[DraftingActors | None]:
-    """Start the drafting workers of a run on Ray, if it has any; end them at the end.
+    """Start the Ray drafting workers of a run, or yield None without any; stop them on exit.
 
-    There is an actor for each device. Nothing waits for them: `DraftingActors.wait_ready` does.
+    Each device has an actor. This does not wait for the actors (see `DraftingActors.wait_ready`).
     """
     if not config.drafting.workers:
         yield None
@@ -126,7 +126,7 @@ def drafting_actors(
     room: Starts,
     report: Callable[[str], None],
 ) -> DraftingActors:
-    """Return the drafting workers of a run, to be started in this reservation."""
+    """Return the drafting workers of a run, which start in the reservation `room`."""
     folder, deadline_s = config.draft_model_folder, config.cluster.deadline_s
     assert folder is not None and config.drafting.workers, "they draft with a draft model"
     planner = make_planner(config)

@@ -1,6 +1,6 @@
-"""Compiles and times the programs of a run before its first step, on the devices of its engines.
+"""Compilation and timing of the programs of a run before its first step, on engine devices.
 
-The bounds of its rollouts (`rollout_reach`) determine the programs.
+The bounds on rollouts (`rollout_reach`) determine the programs.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
 
 def _node_sizes(config: TrainConfig) -> NodeSizes | None:
-    """The numbers of nodes that rounds can have, by slots; None: all.
+    """Return a function from slots to possible node counts of rounds; None allows all counts.
 
-    A bandit has one for each range of batch sizes, so that fewer programs are kept.
+    A bandit has one count for each range of batch sizes, so that fewer programs are compiled.
     """
     if config.speculation.budget != BANDIT:
         return None
@@ -59,12 +59,12 @@ def _node_sizes(config: TrainConfig) -> NodeSizes | None:
 
 
 def _no_nodes(num_slots: int) -> set[int]:
-    """Return the numbers of nodes of rounds without drafts: none in addition to the plain one."""
+    """Return no node counts, so that only rounds without drafts remain."""
     return set()
 
 
 def drafted_alone(config: TrainConfig) -> dict[str, Decisions]:
-    """Return the decisions for rounds with one drafter, on the device, by its name."""
+    """Return, by drafter name, the decisions for rounds that use only one on-device drafter."""
     max_tokens = config.engine.max_nodes - 1
     requested = {LEARNED: max_tokens, MODEL: min(config.draft_model.max_depth, max_tokens)}
     sources, nodes = config.speculation.sources, _node_sizes(config)
@@ -72,7 +72,7 @@ def drafted_alone(config: TrainConfig) -> dict[str, Decisions]:
 
     def decisions(most: int, num_slots: int) -> list[DraftDecision]:
         sizes = config.engine.node_sizes(num_slots)
-        if nodes is not None:  # a bandit's
+        if nodes is not None:  # with a bandit budget
             wanted = [m // num_slots - 1 for m in nodes(num_slots)]
         elif budget == "fixed":
             wanted = [min(most, fixed)]
@@ -90,8 +90,8 @@ def drafted_alone(config: TrainConfig) -> dict[str, Decisions]:
 
 
 def rollout_reach(config: TrainConfig, partition: Partition = WHOLE) -> Reach:
-    """Return the bounds of a process's rollouts, except for drafters on the device."""
-    beside = config.sched.beside_training  # evaluated on another engine
+    """Return the bounds on rollouts of one process, except for on-device drafters."""
+    beside = config.sched.beside_training  # another engine evaluates
     return Reach(
         partition.max_groups(config.rollout.prompts_per_step) * config.rollout.group_size,
         config.rollout.max_prompt_tokens if beside else config.max_any_prompt_tokens,
@@ -104,9 +104,10 @@ def rollout_reach(config: TrainConfig, partition: Partition = WHOLE) -> Reach:
 
 
 def evaluation_engine(config: TrainConfig, num_requests: int, ways: int) -> EngineConfig:
-    """Return the settings of an engine that only evaluates, on a mesh that splits slots `ways`.
+    """Return the settings of an evaluation-only engine on a mesh that splits slots `ways` ways.
 
-    It has no more pages than its requests can need: `Engine.pages` may be sized for other devices.
+    The engine has at most the pages that its requests can need, since `Engine.pages` may be sized
+    for other devices.
     """
     engine = config.engine
     if not engine.pages or engine.pages == "auto":
@@ -118,7 +119,7 @@ def evaluation_engine(config: TrainConfig, num_requests: int, ways: int) -> Engi
 
 
 def num_whole_model(config: TrainConfig, model: ModelConfig, *, is_cpu: bool) -> int:
-    """Return how many programs of rollouts run the whole policy; opens no device."""
+    """Return the number of rollout programs that run the whole policy, without opening devices."""
     is_paged = config.engine.is_paged(is_cpu)
     settings = dataclasses.replace(config.engine, cache="pages" if is_paged else "rows")
     runner, bounds = Engine(model, settings), rollout_reach(config)
@@ -136,9 +137,9 @@ def longer_buckets(
     on_compiled: Callable[[str, int, int], None],
     check: Callable[[], object],
 ) -> LongerBuckets | None:
-    """Return the warm-up in two parts, for one engine without drafters on the device; else None.
+    """Return a two-part warm-up for a single engine without on-device drafters, otherwise None.
 
-    `check` is called as programs of the second part are compiled, and may raise.
+    `check` is called while programs of the second part compile, and may raise.
     """
     if not isinstance(engine, Engine) or speculation.drafters:
         return None
@@ -152,9 +153,9 @@ def longer_buckets(
 
 
 class Kept(NamedTuple):
-    """The folder of a run's tables of seconds, and the processes and workers that use them.
+    """The folder with timing tables of a run, and the processes and workers that use the tables.
 
-    `say` is called if a table of other runs cannot be read.
+    `say` is called if a timing table from other runs cannot be read.
     """
 
     folder: Path
@@ -175,16 +176,16 @@ def warm_up(
     training: Sequence[Any],
     longer: LongerBuckets | None,
 ) -> None:
-    """Compile the programs of rollouts, and time rounds for the budget and the scheduler.
+    """Compile the rollout programs, and time rounds for the budget and the scheduler.
 
-    Called by `engine.do`. The lowered steps of `training` are compiled first: timing starts
-    after compilation.
+    Called by `engine.do`. The lowered training steps in `training` are compiled first, because
+    timing starts after compilation.
     """
     sampling = config.sampling
     drafting = kept.drafting
     drafters = dict(speculation.drafters)
     for source in speculation.apart.keys() - set(speculation.methods_of_copies):
-        drafters.pop(source, None)  # other workers draft by it
+        drafters.pop(source, None)  # only drafting workers use this source
     reach = dataclasses.replace(reach, drafters=drafters)
     for one in engine.engines:
         placed = one.place(weights)
@@ -193,7 +194,7 @@ def warm_up(
         else:
             longer.warm_up(on_compiled, training)
         training = ()
-    # workers are alike: the times of the last one hold for all
+    # all workers are identical, so times are measured only on the last worker
     if isinstance(engine, MultiEngine):
         path = kept.folder / MOVES_FILE
         moves = transfer_times.measure(one, placed, sampling, reach, path, processes=kept.processes)
@@ -226,7 +227,7 @@ def warm_up(
         if drafting is not None:
             costs = MeasuredCosts(times.rounds, moves.seconds)
             warm_up_drafting(sampling, engine, drafting, speculation, costs, on_compiled)
-            one = engine.engines[-1]  # the last one may be a drafting worker's now
+            one = engine.engines[-1]  # the last worker may draft now
             placed = one.place(weights)
         compile_buckets.compile_host_kernels(
             config.speculation,
@@ -251,7 +252,7 @@ def warm_up_drafting(
     costs: Costs,
     on_compiled: OnCompiled,
 ) -> None:
-    """Plan the number of drafting workers, unless it is set; compile and time their programs."""
+    """Plan the number of drafting workers unless it is set; compile and time their programs."""
     from reprise.rl.drafting.plans import MeasuredSeconds
 
     times, planner = speculation.times, drafting.planner
@@ -282,7 +283,7 @@ def warm_up_evaluation(
     on_compiled: OnCompiled,
     partition: Partition = WHOLE,
 ) -> None:
-    """Compile the programs of evaluations that the engine's rollouts do not need."""
+    """Compile the evaluation programs that rollouts of the engine do not need."""
     num_requests = partition.max_groups(inputs.evals.num_questions) * config.eval.samples
     slots = engine.engines[0].config.slot_bucket
     reached = partition.max_groups(config.rollout.prompts_per_step) * config.rollout.group_size

@@ -1,4 +1,4 @@
-"""Features that take part in the steps of a run while they are on."""
+"""The interface of features that take part in the steps of a run while they are enabled."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from reprise.rl.metrics.writer import Timings
 
 
 class StepListener:
-    """A feature that takes part in each step; a method that it does not override does nothing.
+    """A feature that takes part in each step; the methods do nothing unless overridden.
 
-    A step may have several rollouts (dynamic sampling), and calls `metrics` once after them.
+    A step may have several rollouts (dynamic sampling), and calls `metrics` once afterwards.
     """
 
     def before_rollout(self, spec: RolloutSpec, step: int) -> RolloutSpec:
-        """Return the settings of a rollout of `step`, with additions of the feature."""
+        """Return the settings of a rollout of `step`, with additions by this feature."""
         return spec
 
     def after_rollout(self, engine: RolloutEngine, weights: Params, timings: Timings) -> None:
-        """Use the workers, which are idle and have the weights of the rollout."""
+        """Run work on the workers, which are idle and hold the rollout weights."""
 
     def metrics(self, stats: EngineStats) -> dict[str, float]:
-        """Return metrics of the step, whose rollouts had these counts."""
+        """Return metrics of a step from the counts of its rollouts."""
         return {}

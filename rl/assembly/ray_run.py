@@ -1,4 +1,4 @@
-"""The rollout workers of a run as actors of Ray: started, compiled, and under one scheduler."""
+"""Rollout workers of a run as Ray actors: start, compilation, and a common scheduler."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ from reprise.spec.budget.config import MODEL
 from reprise.spec.reuse.rollout_cache import RolloutCache
 from reprise.spec.round_times import RoundTimes
 
-SPARE_CPUS = 2  # of a Ray that a run starts, in addition to workers and services
+SPARE_CPUS = 2  # of a Ray that a run starts, in addition to CPUs of workers and services
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RayWorkers:
-    """Workers that have started, under one engine's scheduler.
+    """Started workers under the scheduler of one engine.
 
-    `helping` plans which requests idle ones answer again.
+    `helping` plans which requests idle workers answer again.
     """
 
     engine: MultiEngine
@@ -83,9 +83,9 @@ class RayWorkers:
         on_compiled: OnCompiled,
         heartbeat: Callable[[], object],
     ) -> None:
-        """Compile and measure on the workers while `training` is compiled here.
+        """Compile and measure on the workers while this process compiles `training`.
 
-        The measurements go into the run's folder.
+        The measurements are written to `folder`.
         """
         rounds, moves = folder / ROUNDS_FILE, folder / MOVES_FILE
         known = rounds.read_text(encoding="utf-8") if rounds.is_file() else None
@@ -108,13 +108,13 @@ class RayWorkers:
             self.helping.seconds = self._seconds(times, moved)
 
     def _seconds(self, times: RoundTimes, moves: MoveTimes) -> MeasuredSeconds:
-        """Return the seconds of rounds, copies and drafts; workers have the draft weights."""
+        """Return measured times of rounds, copies and drafts; workers hold the draft weights."""
         costs = MeasuredCosts(times.rounds, moves.seconds)
         draft_s = 0.0 if self.drafting is None else self.drafting.draft_s
         return MeasuredSeconds.of(costs, times, draft_s)
 
     def _warm_up(self, weights: Params, bounds: Bounds, rounds: str | None) -> Measured:
-        """Prepare all workers; the first one measures, and the others use its table."""
+        """Prepare all workers; the first worker measures, and the others use its table."""
         self.shared.weights.publish(weights)
         first, *others = self.places
         compiling = [place.compile(bounds) for place in others]
@@ -124,12 +124,12 @@ class RayWorkers:
         for prepared in [place.prepare(bounds, measured.rounds) for place in others]:
             prepared.result()
         if self.drafting is not None:
-            self.drafting.wait_ready()  # they compile by themselves, meanwhile
+            self.drafting.wait_ready()  # these actors compile concurrently
         return measured
 
 
 def num_cpus(config: TrainConfig) -> int:
-    """Return the CPUs of a Ray that a run starts, in addition to its trainers'."""
+    """Return the number of CPUs for a Ray that the run starts, excluding the trainers."""
     scoring = config.cluster.scorers * config.reward.workers
     drafting = (config.drafting.workers or 0) * config.sched.devices_per_worker
     return config.num_verifying + drafting + scoring + config.cluster.history_workers + SPARE_CPUS
@@ -144,11 +144,11 @@ def open_workers(
     drafter: AnyDrafter | None,
     say: Callable[[str], None],
 ) -> Iterator[RayWorkers]:
-    """Start Ray, or join it, and the workers; some of these may draft for the others.
+    """Start or join Ray, and start its workers, including workers that draft for others.
 
-    All are ended at the end. They draft by `speculation`; idle ones help with others' last
-    requests, or learn for `drafter`, if it has spot training. Raises ProgramLost if they cannot
-    start.
+    Exit stops everything that was started. Workers draft by `speculation`. Idle workers run copies
+    of straggling requests, or train `drafter` if it has spot training. Raises ProgramLost if
+    workers cannot start.
     """
     from reprise.rl.cluster.ray_session import open_ray, reserve, share
 
@@ -193,7 +193,7 @@ def open_workers(
 
 @contextlib.contextmanager
 def _draft_server(room: Starts, settings: ActorSettings) -> Iterator[Handle]:
-    """Start the central draft server."""
+    """Start the central draft server, and stop it on exit."""
     target = "reprise.rl.workers.group_drafts:GroupDrafts"
     server = Actor("draft server", target, (), settings, room, 0, restarts=False)
     with contextlib.closing(server):
@@ -210,7 +210,7 @@ def _place(
     shared: Shared,
     drafts: Handle | None,
 ) -> RayPlace:
-    """Return the place of a worker, whose actor starts."""
+    """Start the actor of a worker, and return the place of this worker."""
     actor = Actor(
         f"worker {worker.number}",
         "reprise.rl.ray_workers.actor:WorkerActor",
@@ -237,7 +237,7 @@ def worker_settings(
     drafter: AnyDrafter | None,
     number: int,
 ) -> WorkerSettings:
-    """Return the settings of a worker that verifies."""
+    """Return the settings of a verifying worker."""
     drafting = config.drafting
     draft_model = None
     if (folder := config.draft_model_folder) is not None:
@@ -275,8 +275,9 @@ def bounds(
     reach: Reach,
     drafter: AnyDrafter | None = None,
 ) -> Bounds:
-    """Return the bounds of the programs that workers compile: for rollouts, evaluations that they
-    answer, and the drafter's training on idle ones.
+    """Return bounds on the programs that workers compile.
+
+    These are for rollouts, for evaluations on workers, and for drafter training by idle workers.
     """
     options, spot = config.drafter, drafter is not None and drafter.spot is not None
     slots = config.engine
@@ -297,12 +298,12 @@ def bounds(
 
 
 def _table(function: Callable[[int], Any], sizes: Sequence[int]) -> Callable[[int], Any]:
-    """Return a function of a number of slots as its table, which can be sent; () elsewhere."""
+    """Return `function` tabulated over `sizes`, so that it can be pickled; () at other sizes."""
     return collections.defaultdict(tuple, {n: function(n) for n in sizes}).__getitem__
 
 
 def read_times(speculation: Speculation, folder: Path) -> None:
-    """Set the seconds of rounds that the workers have measured."""
+    """Set `speculation.times` to the round times that the workers have measured."""
     speculation.times = read_rounds(folder / ROUNDS_FILE)
 
 
@@ -310,9 +311,9 @@ def read_times(speculation: Speculation, folder: Path) -> None:
 def open_history(
     config: TrainConfig, cache: RolloutCache, say: Callable[[str], None]
 ) -> Iterator[HistoryWorkers | None]:
-    """Start the history workers, if the run has any, and end them at the end; Ray is running.
+    """Start the history workers, or yield None without any; stop them on exit. Ray is running.
 
-    Raises ProgramLost if one cannot serve.
+    Raises ProgramLost if a history worker cannot serve.
     """
     count, limit_s = config.cluster.history_workers, config.cluster.deadline_s
     if config.speculation.history_source is None or not count:
@@ -330,12 +331,12 @@ def open_history(
 
 @dataclasses.dataclass(eq=False)
 class RayRunBuilder(RunBuilder):
-    """Makes the parts of a run whose workers are actors of Ray."""
+    """A builder of the parts of a run with Ray actors as workers."""
 
     workers: RayWorkers | None = None
 
     def drafter(self) -> AnyDrafter:
-        """Return the training of the learned drafter, on the trainer's devices."""
+        """Set up training of the learned drafter on the trainer devices."""
         shape, model = drafter_shape(self.config, self.inputs.model), self.inputs.model
         assert shape is not None, "a drafter learns"
         options = {"dtype": recipe(self.config, model).trainer.dtype}
@@ -364,11 +365,11 @@ class RayRunBuilder(RunBuilder):
         return self.workers.engine
 
     def drafting_workers(self, engine: RolloutEngine, speculation: Speculation) -> None:
-        """They are actors (`rl.assembly.drafting_run.open_actors`)."""
+        """Return None: drafting workers are actors (`rl.assembly.drafting_run.open_actors`)."""
 
     def compile(self, system: System, state: TrainState, drafting: DraftingWorkers | None) -> None:
         super().compile(system, state, drafting)
-        read_times(system.speculation, self.folder)  # the workers have measured them
+        read_times(system.speculation, self.folder)  # measured by the workers
 
     def compile_rollouts(
         self,
@@ -390,12 +391,12 @@ class RayRunBuilder(RunBuilder):
         )
 
     def compile_evaluation(self, system: System, state: TrainState, weights: Params) -> None:
-        if system.eval_engine is not system.engine:  # the workers have compiled theirs
+        if system.eval_engine is not system.engine:  # workers compiled their programs
             super().compile_evaluation(system, state, weights)
 
 
 class FollowerBuilder(RayRunBuilder):
-    """Makes the parts of a trainer process other than 0, without workers, drafter and rewards."""
+    """A builder for trainer processes other than 0, without workers, drafter and rewards."""
 
     def drafter(self) -> AnyDrafter:
         return drafter_run.open_stub(self.config, self.inputs)

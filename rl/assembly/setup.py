@@ -1,4 +1,4 @@
-"""A run's parts: made, laid out on devices, and compiled for its first step."""
+"""Construction of the parts of a run, their layout on devices, and compilation for step one."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def build(
     clock: Callable[[], float],
     processes: Processes = ALONE,
 ) -> Iterator[tuple[System, TrainState]]:
-    """Make a run's parts, compile its programs, and yield them with its first state.
+    """Create the parts of a run, compile its programs, and yield the system and initial state.
 
-    `folder` gets spilled rollouts and measured seconds. With one engine, `System.longer` compiles
-    the programs of longer responses after the first step.
+    Spilled rollouts and measured times are written to `folder`. With one engine, `System.longer`
+    compiles the programs for longer responses after the first step.
     """
     with contextlib.ExitStack() as stack:
         mesh = run_mesh(config)
@@ -144,7 +144,7 @@ def build(
 
 
 def _partition(config: TrainConfig, processes: Processes) -> Partition:
-    """Return the partition of rollouts between processes; process 0 has the workers on Ray."""
+    """Return the partition of rollouts between processes; with Ray, process 0 has all workers."""
     on_ray = config.cluster.kind == "ray"
     return Partition(processes, on_ray or config.cluster.rollouts == "local", on_ray)
 
@@ -159,7 +159,7 @@ def _builder(config: TrainConfig, partition: Partition) -> type[RunBuilder]:
 
 @dataclasses.dataclass(eq=False)
 class RunBuilder:
-    """Makes the parts of a run whose workers are in this program."""
+    """A builder of the parts of a run with workers in this program."""
 
     config: TrainConfig
     inputs: Inputs
@@ -177,7 +177,7 @@ class RunBuilder:
 
     @functools.cached_property
     def cache(self) -> RolloutCache:
-        """Return the cache of responses; delete spilled ones of processes that are gone."""
+        """Return the response cache; delete spill folders of processes that no longer exist."""
         config, processes = self.config, self.partition.processes
         run = Folder(self.folder, create=True)
         own = [spill_folder(index) for index in range(processes.count)]
@@ -195,11 +195,11 @@ class RunBuilder:
     # -- drafters -------------------------------------------------------------------------
 
     def drafter(self) -> AnyDrafter:
-        """Return the training of the learned drafter."""
+        """Set up training of the learned drafter."""
         return self._open_drafter()
 
     def device_drafters(self, drafter: AnyDrafter | None) -> dict[str, DeviceDrafterSource]:
-        """Return the sources of drafts on the device, by name."""
+        """Return the on-device draft sources by name."""
         drafters = dict[str, DeviceDrafterSource]()
         if drafter is not None:
             drafters[LEARNED] = drafter.learned
@@ -229,7 +229,7 @@ class RunBuilder:
     def engine(
         self, dtype: Any, speculation: Speculation, drafter: AnyDrafter | None
     ) -> RolloutEngine:
-        """Return an engine on the trainer's devices, or workers on separate devices."""
+        """Return an engine on the trainer devices, or workers on separate devices."""
         sched, options = self.config.sched, dict[str, Any]()
         if drafter is not None:
             options["feature_layers"] = drafter.learned.config.feature_layers
@@ -248,7 +248,7 @@ class RunBuilder:
         )
 
     def eval_engine(self, dtype: Any) -> RolloutEngine | None:
-        """Return an engine for evaluations, while the workers continue with the next step."""
+        """Return an engine for evaluations while the workers continue with the next step."""
         questions = self.partition.max_groups(self.inputs.evals.num_questions)
         num_requests = questions * self.config.eval.samples
         return self._trainer_engine(dtype, num_evaluated=num_requests)
@@ -260,9 +260,9 @@ class RunBuilder:
         num_evaluated: int = 0,
         **options: Any,
     ) -> Engine:
-        """Return an engine on the trainer's devices, or on this process's part of them.
+        """Return an engine on the trainer devices, or on the trainer devices of this process.
 
-        Weights of a mesh are bound to their devices, and all else must be there too. Unless it is
+        Weights of a mesh are bound to their devices, so all other arrays must be there too. Unless
         0, `num_evaluated` is the number of requests of an engine that only evaluates.
         """
         config, model = self.config, self.inputs.model
@@ -279,7 +279,7 @@ class RunBuilder:
         return ThreadedEngine(model, settings, **place, **options)
 
     def _lockstep(self) -> LockstepWatch | None:
-        """Return the comparison of launches if one engine spans several processes."""
+        """Return a watch that compares program launches if one engine spans several processes."""
         processes = self.partition.processes
         if processes.alone or self.partition.splits:
             return None
@@ -289,7 +289,7 @@ class RunBuilder:
     def drafting_workers(
         self, engine: RolloutEngine, speculation: Speculation
     ) -> DraftingWorkers | None:
-        """Take drafting workers from the engine's, and have idle ones help; None without either."""
+        """Assign workers to drafting, and enable helping by idle workers; None without either."""
         settings = self.config.drafting
         if not (settings.drafts_apart or settings.helps):
             return None
@@ -303,7 +303,7 @@ class RunBuilder:
     def listeners(
         self, drafter: AnyDrafter | None, drafting: DraftingWorkers | None
     ) -> tuple[StepListener, ...]:
-        """Return the features of the run that take part in its steps."""
+        """Return the features that take part in the steps of the run."""
         found = list[StepListener]()
         if isinstance(drafter, StepListener):
             found.append(drafter)
@@ -316,7 +316,7 @@ class RunBuilder:
     # -- rewards --------------------------------------------------------------------------
 
     def rewards(self) -> Rewards:
-        """Start the reward workers, which start while programs are traced."""
+        """Launch the reward workers; they start up while programs are traced."""
         config, specs, rewards = self.config, self._specs, None
         if count := config.cluster.scorers:
             from reprise.rl.cluster.actors import ActorSettings
@@ -342,7 +342,7 @@ class RunBuilder:
     def compile(
         self, system: System, state: TrainState, drafting: DraftingWorkers | None
     ) -> LongerBuckets | None:
-        """Compile training, rollouts and evaluation; return the part that waits for a step."""
+        """Compile training, rollouts and evaluation; return the part deferred to the first step."""
         weights, learner = system.weights(state.params), system.learner
         training = trainer.lowered(state, learner.shape, recipe=learner.recipe, base=learner.base)
         system.rewards.wait_started()
@@ -351,7 +351,7 @@ class RunBuilder:
         self.compile_evaluation(system, state, weights)
         if system.drafter is not None:
             system.drafter.warm_up(system.engine, weights)
-        # a collective does not wait for as long as a compilation may take
+        # a collective may time out while another process compiles
         system.processes.barrier("compiled", self.watch.heartbeat)
         return longer
 
@@ -364,7 +364,7 @@ class RunBuilder:
         drafting: DraftingWorkers | None,
     ) -> LongerBuckets | None:
         engine = system.engine
-        # several processes leave together: not in the middle of one's compilation
+        # several processes must leave together, so none leaves during compilation
         check = self.watch.check if system.processes.alone else self.watch.heartbeat
         longer = engine.do(
             partial(
@@ -404,7 +404,7 @@ class RunBuilder:
     def compile_evaluation(self, system: System, state: TrainState, weights: Params) -> None:
         is_own = system.eval_engine is not system.engine
         if is_own and (system.processes.alone or not self.partition.is_central):
-            weights = system.evaluated(state.params)  # laid out by other programs
+            weights = system.evaluated(state.params)  # needs other programs for the layout
         first_programs.warm_up_evaluation(
             self.config,
             self.inputs,
@@ -425,7 +425,7 @@ class RunBuilder:
 def make_learner(
     config: TrainConfig, inputs: Inputs, mesh: Mesh | None
 ) -> tuple[Learner, TrainState]:
-    """Load the policy, and shard the training state."""
+    """Load the policy, and return the learner and the sharded training state."""
     spec, model = recipe(config, inputs.model), inputs.model
     dtype = jnp.float32 if model.lora is None else spec.trainer.dtype
     _, params = hf.load_pretrained(inputs.policy, mesh, dtype=dtype)
@@ -442,7 +442,7 @@ def make_learner(
 
 
 def _reference(params: Params, recipe: TrainSpec) -> Params:
-    """Return a copy in the dtype of products, to which they round its weights anyway."""
+    """Return a copy in the dtype of matrix products, which round weights anyway."""
     rounded = trainer.cast_params(params, recipe.trainer.dtype)
     return jax.tree.map(jnp.copy, rounded) if rounded is params else rounded
 
@@ -450,9 +450,9 @@ def _reference(params: Params, recipe: TrainSpec) -> Params:
 def engine_mesh(
     config: TrainConfig, model: ModelConfig, mesh: Mesh | None, *, own: bool = False
 ) -> Mesh | None:
-    """Return the mesh of an engine that has the trainer's devices: all, or a process's `own`.
+    """Return the mesh of an engine on all trainer devices, or if `own`, on the local devices.
 
-    Raises ValueError if `Mesh.rollout_tensor` does not fit them or the policy.
+    Raises ValueError if `Mesh.rollout_tensor` does not fit the devices or the policy.
     """
     if mesh is None:
         return None
@@ -464,10 +464,10 @@ def engine_mesh(
 def open_mesh(
     config: TrainConfig, model: ModelConfig, *, own: bool = False
 ) -> tuple[Mesh | None, str | None]:
-    """Return the mesh of a policy, and a remark if its passes find other bits.
+    """Return the mesh of a policy, and a remark if its passes compute different bits.
 
-    Every program that opens a policy calls this before it loads weights. `own`: engines have this
-    process's devices. Raises ValueError.
+    Every program that opens a policy calls this before loading weights. If `own`, engines use the
+    devices of this process. Raises ValueError.
     """
     devices.keep_order(config.numerics.same_bits)
     mesh = run_mesh(config)
@@ -476,9 +476,9 @@ def open_mesh(
 
 
 def check_bits(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> str | None:
-    """Return why passes find other bits, if anyone wants to know it (`NumericsConfig`).
+    """Return why passes compute different bits; None without a reason or if `same_bits` is False.
 
-    Raises ValueError if they must not.
+    Raises ValueError if `NumericsConfig.same_bits` requires the same bits.
     """
     reason = _why_other_bits(config, model, mesh)
     if reason is None or config.numerics.same_bits is False:
@@ -514,7 +514,7 @@ def _why_other_bits(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) 
 
 
 def _large_rounds(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> str | None:
-    """Return why the memories of a TPU's core do not hold a round's pages and tokens."""
+    """Return why the pages and tokens of a round do not fit into the memories of a TPU core."""
     from reprise.models.kernels.page_attention_tpu import why_too_large
 
     engines = engine_mesh(config, model, mesh)
@@ -532,7 +532,7 @@ def _large_rounds(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) ->
 
 
 def _single_rows(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> str | None:
-    """Return why a GPU has products of one row, which XLA sums in another order than its tile."""
+    """Return why a GPU has one-row products, which XLA sums in another order than its tiles."""
     engines = engine_mesh(config, model, mesh, own=True)
     ways = 1 if engines is None else axis_ways(engines.shape, "batch")
     engine = config.engine.over(ways)
@@ -548,15 +548,15 @@ def _single_rows(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> 
 
 
 def run_mesh(config: TrainConfig) -> Mesh | None:
-    """Return the mesh of a configuration, of equally many devices of each process.
+    """Return the mesh of a configuration, with an equal number of devices from each process.
 
-    None: one device is enough. Raises ValueError for too many or too few devices.
+    Return None if one device is enough. Raises ValueError for too many or too few devices.
     """
     of_processes: dict[int, list[jax.Device]] = {}
     for device in devices.found():
         of_processes.setdefault(device.process_index, []).append(device)
     rows: list[Sequence[jax.Device]] = list(of_processes.values())
-    if config.cluster.kind != "ray":  # its workers have other devices
+    if config.cluster.kind != "ray":  # Ray workers have other devices
         rows = [split_devices(config.sched, row)[0] for row in rows]
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
     is_single = jax.process_count() == 1

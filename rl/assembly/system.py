@@ -1,4 +1,4 @@
-"""The parts of a run that live as long as it does, its weights for rollouts, and stops."""
+"""Long-lived parts of a run, policy weights for its rollouts, and checks for stop requests."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 class System:
     """The parts of a run.
 
-    `eval_engine` is `engine` unless workers run ahead of training; `longer` is the part of the
-    warm-up that waits for the first step, if any does. `listeners` are the features that take part
-    in each step.
+    `eval_engine` is `engine` unless workers run during training on separate devices. `longer` is
+    the part of the warm-up that waits for the first step, or None. `listeners` are the features
+    that take part in each step.
     """
 
     config: TrainConfig
@@ -74,7 +74,7 @@ class System:
         return self.partition.processes
 
     def scorer(self, group_size: int) -> Scorer:
-        """Return the scorer of a rollout's responses; its waits end if a stop is requested."""
+        """Return a scorer for responses of a rollout; a stop request interrupts its waits."""
         return Scorer(
             self.inputs.tokenizer,
             self.rewards,
@@ -88,7 +88,7 @@ class System:
     def weights(self, params: Params) -> Params:
         """Return the policy for rollouts (`rollout_weights`).
 
-        It is on the host if workers continue with it while an update consumes the trainer's.
+        The weights are on the host if workers use them while an update donates the device copy.
         """
         weights = self._rollout_weights(params, self.engine)
         return on_host(weights) if isinstance(self.engine, AheadEngine) else weights
@@ -105,7 +105,7 @@ class System:
         return one.do(lambda: one.engines[0].place(weights))
 
     def host_weights(self, params: Params) -> HostWeights:
-        """Return a version on the host of every process; all of a run's call it together."""
+        """Return a host copy of the policy; all processes of a run must call this together."""
         partition = self.partition
         if partition.processes.alone or not partition.is_central:
             return HostWeights(on_host(self.weights(params)))
@@ -121,16 +121,17 @@ class System:
     # -- stops --------------------------------------------------------------------------
 
     def is_stop_requested(self) -> bool:
-        """Return whether this process, or another one of the run, is to stop; a heartbeat."""
+        """Return whether any process of the run has requested a stop; also a heartbeat."""
         is_requested = self.watch.asked()
         if is_requested:
             self.processes.request_stop()
         return is_requested or self.processes.stop_requested
 
     def leave_if_stopped(self, may_leave: bool = True) -> None:
-        """A heartbeat. Raises Stopped if the run is to stop and can discard the step.
+        """Send a heartbeat. Raises Stopped if a stop is requested and the step can be discarded.
 
-        It cannot once the drafter has learned from it, nor can a single process leave joint work.
+        A step cannot be discarded once the drafter has trained on it, or by a single process
+        during joint work of several processes.
         """
         trained = self.drafter is not None and self.drafter.trained_this_step
         together = not (self.processes.alone or self.partition.splits)
@@ -138,23 +139,23 @@ class System:
             raise Stopped
 
     def leave_rollout_if_stopped(self) -> None:
-        """As `leave_if_stopped`, in a rollout; processes under one engine agree on it."""
+        """Call `leave_if_stopped` in a rollout; processes that share an engine agree first."""
         if self.processes.alone or self.partition.splits:
             return self.leave_if_stopped()
         if self.partition.agrees_now() and self.processes.any("stop", self.is_stop_requested()):
             raise Stopped
 
     def leave_update_if_stopped(self, may_leave: bool) -> None:
-        """As `leave_if_stopped`, in an update; several processes leave after it, together."""
+        """Call `leave_if_stopped` in an update; several processes leave together after it."""
         self.leave_if_stopped(may_leave and self.processes.alone)
 
 
 def rollout_weights(params: Params, engine: RolloutEngine, partition: Partition) -> Params:
-    """Return the policy in the engine's dtype, and in its layout if it has the trainer's devices.
+    """Return the policy in the engine dtype, laid out for an engine on the trainer devices.
 
-    It is rounded before it moves. If each process has an engine, it is on this process's devices
-    of the trainer's mesh; if process 0 has all workers, on its host, and a tree of None elsewhere.
-    All processes call it together.
+    Weights are rounded before they move. If each process has an engine, the weights are on the
+    devices of this process in the trainer mesh. If process 0 has all workers, the weights are on
+    its host, and other processes get a tree of None. All processes must call this together.
     """
     one, *more = engine.engines
     if partition.processes.alone or not partition.splits:
@@ -167,23 +168,23 @@ def rollout_weights(params: Params, engine: RolloutEngine, partition: Partition)
     place, mesh = one.mesh or one.device, jax.tree.leaves(params)[0].sharding.mesh
     theirs = [one.device] if one.mesh is None else one.mesh.devices.flat
     if more or not set(theirs) <= set(own_devices(mesh)):
-        place = own_part(mesh)  # from where each takes it to its devices
+        place = own_part(mesh)  # each engine copies the weights from there
     return local_weights(params, one.model, place, engine.dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostWeights:
-    """A version in the engine's dtype; the next update consumes the device's buffers.
+    """A host copy of one policy version, in the engine dtype; updates donate the device buffers.
 
-    `whole` is for this process's workers. If process 0 has all workers it is a tree of None
-    elsewhere, and `shards` are the parts on this process's devices.
+    `whole` is for workers of this process. If process 0 has all workers, `whole` is a tree of None
+    on other processes, and `shards` holds the parts on the local devices.
     """
 
     whole: Params
     shards: Any = None
 
     def put_as(self, params: Params) -> Params:
-        """Return the trained weights laid out on devices as `params` are."""
+        """Return the trained weights on devices, with the layout of `params`."""
         if self.shards is None:
             return jax.tree.map(lambda x, p: put(x, p.sharding), trained_part(self.whole), params)
         return from_shards(trained_part(self.shards), params)

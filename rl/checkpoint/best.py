@@ -1,4 +1,4 @@
-"""The best checkpoint of a run, by its evaluations: never pruned, kept in `evaluation.json`."""
+"""The best checkpoint of a run by evaluation, recorded in `evaluation.json` and never pruned."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Best:
 
 
 def read_best(run: Path | str) -> Best | None:
-    """Return the best step that a run has recorded, or None; ValueError for a damaged record."""
+    """Return the recorded best step of a run, or None. Raises ValueError for a damaged record."""
     with held(run) as folder:
         result = read_record(folder).get("best")
     return None if result is None else Best(**result)
 
 
 def read_record(folder: Folder) -> dict[str, Any]:
-    """Return a run's `evaluation.json`, checked; {} if it is missing."""
+    """Return the checked `evaluation.json` of a run; {} if missing. ValueError if damaged."""
     if not folder.exists(EVALUATION_FILE):
         return {}
     where = folder.path / EVALUATION_FILE
@@ -53,7 +53,7 @@ def read_record(folder: Folder) -> dict[str, Any]:
 
 
 def chosen_step(run: Path | str, text: str) -> int | None:
-    """Return the step that `newest` (None), `best` or a number names; ValueError without it."""
+    """Return the step for `newest` (None), `best` or a number. Raises ValueError if missing."""
     if text == "newest":
         return None
     steps = list_steps(Path(run) / CHECKPOINTS)
@@ -77,10 +77,10 @@ def chosen_step(run: Path | str, text: str) -> int | None:
 
 
 class BestRecord:
-    """The writer of the best step, once its checkpoint is whole; thread-safe.
+    """The record of the best step, written once its checkpoint is whole; thread-safe.
 
-    A record of other questions or sampling is not continued. Of several processes one `writes`;
-    `from_first` sends the others the result that it computes.
+    A record of other questions or sampling is not continued. With several processes, process 0
+    `writes`; `from_first` sends the result that process 0 computes to the others.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class BestRecord:
         return self._candidate or self._written
 
     def begin(self, step: int, evaluated: Sequence[Best]) -> bool:
-        """Continue with the best `evaluated` step that has its checkpoint; False: a new record."""
+        """Continue with the best `evaluated` step that has a checkpoint; False for a new record."""
         shared = json.loads(self._from_first(self._there))
         same, steps = shared["record"].get("asked") == self._asked, shared["kept"]
         last_saved = [b for b in evaluated if same and b.step <= step and b.step in steps]
@@ -115,7 +115,7 @@ class BestRecord:
         return same
 
     def keep(self) -> None:
-        """Leave the record as it is: the run is not evaluated (any more)."""
+        """Keep the record unchanged, since the run is not evaluated (any more)."""
         best = json.loads(self._from_first(self._there))["record"].get("best")
         if best is not None:
             self._written = Best(**best)
@@ -126,13 +126,13 @@ class BestRecord:
         return json.dumps({"record": read_record(self._folder), "kept": steps}).encode()
 
     def found(self, best: Best) -> None:
-        """Note a better step, whose checkpoint may come later."""
+        """Record a better step; its checkpoint may be saved later."""
         with self._lock:
             self._candidate = best
             self._settle()
 
     def committed(self, step: int) -> None:
-        """Note that the checkpoint of a step is whole."""
+        """Record that the checkpoint of a step is whole."""
         with self._lock:
             self._committed.add(step)
             self._settle()

@@ -1,22 +1,22 @@
 """Checkpoints: atomic, asynchronous, verified before use. Orbax writes the arrays.
 
     step_00000020/arrays/          Orbax: every array of the pytree under its path
-    step_00000020/host/            data cursor, seeds, caches: the same on all processes
-    step_00000020/files/           files of the run folder, linked: they never change
+    step_00000020/host/            data cursor, seeds, caches; the same on all processes
+    step_00000020/files/           hard links to files of the run folder that never change
     step_00000020/manifest.json    size and SHA-256 of every file, shapes, dtypes
 
 Invariants:
-- A checkpoint counts only if it has a manifest that every file matches. It is filled under
-  another name and renamed once, so a kill at any moment leaves the one before usable.
+- A checkpoint counts only if it has a manifest that every file matches. It is written under
+  another name and renamed once, so a kill at any moment leaves the previous checkpoint usable.
 - `save` returns once the values are off the device; one background thread writes and hashes
   them, and its errors surface at the next `save`, `wait` or `close`.
-- Restored values are bitwise the saved ones, on the shardings of the template.
-- Each of several processes writes its shards, process 0 everything else; each flushes and hashes
-  an equal part of the files. After each part of a save they agree: it succeeds on all or fails on
-  all.
+- Restored values are bitwise equal to the saved values, in the shardings of the template.
+- With several processes, each writes its shards, and process 0 everything else; each flushes and
+  hashes an equal part of the files. After each part of a save, the processes agree, so that the
+  save succeeds on all or fails on all.
 - Nothing is written or deleted through a link (models.folder).
 
-The directory must be a file system with atomic renames, shared by all hosts.
+The directory must be on a file system with atomic renames, shared by all hosts.
 """
 
 from __future__ import annotations
@@ -58,32 +58,31 @@ from reprise.rl.runtime.waits import POLL_S, Deadline, Hang, result_of
 _log = logging.getLogger(__name__)
 # only one checkpointer of a process writes arrays at a time
 _writing = threading.Lock()
-_writer: Checkpointer | None = None  # the last one that took the lock
+_writer: Checkpointer | None = None  # the last checkpointer that took the lock
 T = TypeVar("T")
-_HASHES = ".hashes-"  # and the number of a process: its part of the manifest
+_HASHES = ".hashes-"  # plus the number of a process; a part of the manifest
 
 
 class SaveError(OSError):
-    """The disk refused a checkpoint; the message says why and which one is the newest."""
+    """The disk refused a checkpoint; the message names the reason and the newest checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LinkedFiles:
-    """Files of a folder that never change, with their contents: hard-linked, and not read."""
+    """Files of a folder that never change, with known contents; hard-linked, and not read."""
 
     folder: Folder
     contents: Mapping[str, Content]
 
 
 class Checkpointer:
-    """The one writer of a checkpoint directory; use it as a context manager.
+    """The only writer of a checkpoint directory; a context manager.
 
-    Several `processes` all call the same methods, with the same steps and host state, in the same
-    order. Opening tidies up after a killed run, and raises RuntimeError while another process
-    writes to the directory. In the background thread `committed` is called with each complete
-    step; then older ones are deleted, but of those that `spared` returns only the arrays whose
-    paths start as in `light`, and linked files. With `keeps_all` no step is replaced, set aside or
-    deleted.
+    All `processes` call the same methods in the same order, with the same steps and host state.
+    Opening cleans up after a killed run, and raises RuntimeError while another process writes to
+    the directory. The background thread calls `committed` with each complete step, then deletes
+    older steps. Steps that `spared` returns lose only arrays with a path prefix in `light`, and
+    linked files. With `keeps_all`, no step is replaced, set aside or deleted.
     """
 
     def __init__(
@@ -115,15 +114,15 @@ class Checkpointer:
         self._light = [f"{ARRAYS}/{path}" for path in light] + [f"{FILES_FOLDER}/"] * bool(light)
         self._deadline, self._hangs = deadline or Deadline(), False
         self._parts_done = 0  # of all saves so far
-        self._waited = 0  # waits for another process
-        self._published: int | None = None  # the step of the last save that came in
+        self._waited = 0  # number of waits for another process
+        self._published: int | None = None  # the step of the last published save
         self._pending: concurrent.futures.Future[None] | None = None
         self._lock: Any = None
         self._processes = processes
         self._together("opening", self._open)
         host_memory.bound_file_threads()
         self._orbax = ArrayWriter(by_all=not processes.alone)
-        logging.getLogger("absl").addFilter(disk.is_other_record)  # a second time changes nothing
+        logging.getLogger("absl").addFilter(disk.is_other_record)  # adding it twice changes nothing
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def save(
@@ -135,17 +134,17 @@ class Checkpointer:
     ) -> None:
         """Save a pytree of jax arrays, host state (see `encode_host`) and files.
 
-        Waits for the previous save. Afterwards `arrays` may be donated, `host` changed and `files`
-        deleted. Replaces a step that exists and sets later ones aside, or raises FileExistsError if
-        this one `keeps_all`. Raises TypeError or ValueError for values that cannot be saved,
-        SaveError, Hang, and the previous save's error.
+        Waits for the previous save. Afterwards, `arrays` may be donated, `host` changed and `files`
+        deleted. Replaces an existing step and sets later steps aside; with `keeps_all`, raises
+        FileExistsError for an existing step. Raises TypeError or ValueError for values that cannot
+        be saved, SaveError, Hang, and the error of the previous save.
         """
         self.wait()
         self._take_turn()
         self._save(step, arrays, host, files)
 
     def save_if_free(self, step: int, arrays: PyTree, host: dict[str, Any] | None = None) -> bool:
-        """Save unless that had to wait for another save (or process); return whether."""
+        """Save if no wait for another save or process is needed; return whether a save started."""
         is_saving = self._pending is not None and not self._pending.done()
         if not self._processes.alone or is_saving or not _writing.acquire(blocking=False):
             return False
@@ -186,11 +185,11 @@ class Checkpointer:
             extra = {"step": step, "processes": count, "arrays": describe(flat)}
 
             def copy() -> None:
-                with self._disk_errors(step):  # in the thread: here an event loop may run
+                with self._disk_errors(step):  # in the thread, since an event loop may run here
                     self._thread.submit(self._orbax.save, working / ARRAYS, flat).result()
 
             self._together(f"copying step {step}", copy)
-            flat.clear()  # the caller may donate them
+            flat.clear()  # the caller may donate the arrays
             self._pending = self._thread.submit(self._commit, step, state, extra, known)
         except BaseException:
             _writing.release()
@@ -199,7 +198,7 @@ class Checkpointer:
             self.wait()
 
     def _take_turn(self) -> None:
-        """Wait until this process writes the arrays of no other directory."""
+        """Wait until this process writes no arrays to another directory."""
         seen, since_s = None, time.monotonic()
         while not _writing.acquire(timeout=POLL_S):
             other = _writer
@@ -215,21 +214,21 @@ class Checkpointer:
                 )
 
     def wait(self) -> None:
-        """Wait until the last save is complete; raises the background thread's error."""
+        """Wait until the last save is complete. Raises the error of the background thread."""
         if self._pending is None:
             return
         deadline = Deadline(0.0) if self._hangs else self._deadline
         try:
             result_of(self._pending, f"a save in {self.directory}", deadline, self._progress)
         except Hang:
-            self._hangs = True  # do not wait for it again
+            self._hangs = True  # do not wait for this save again
             raise
         finally:
-            if self._pending.done():  # it is not if a signal ends the waiting, or it hangs
+            if self._pending.done():  # not if a signal interrupts the wait, or the save hangs
                 self._pending = None
 
     def _progress(self) -> tuple[int, int]:
-        """Return the parts done and the bytes of the present one: they change while it is alive."""
+        """Return the parts done and the bytes of the present part, which change on progress."""
         return self._parts_done + self._waited, folders.written_bytes(self.directory)
 
     def _on_wait(self) -> None:
@@ -243,7 +242,7 @@ class Checkpointer:
         return restore(self.directory, template, processes=self._processes, **options)
 
     def tidy(self) -> None:
-        """Delete the steps that are not to be kept: after a save, or after a kill in one."""
+        """Delete the steps that are not kept, after a save or after a kill during a save."""
         if self._keeps_all or not self._processes.is_first:
             return
         if not (steps := folders.list_steps(self._folder)):
@@ -253,7 +252,7 @@ class Checkpointer:
             folders.retire(self._folder, self.config.keep, self._spared(), self._light)
 
     def close(self) -> None:
-        """Finish the save in progress, delete old steps, unlock; raises as `wait`."""
+        """Finish the save in progress, delete old steps, unlock. Raises the errors of `wait`."""
         try:
             self.wait()
             if self._published is not None and self._folder.is_in_place():
@@ -281,13 +280,13 @@ class Checkpointer:
             error.add_note(f"The last save of {self.directory} failed as well: {also}")
 
     def _open(self) -> None:
-        """Lock other writers out and tidy up, on the one process that does."""
+        """Lock out other writers and clean up, in process 0 only."""
         if self._processes.is_first:
             self._lock = _take_lock(self._folder)
             folders.recover(self._folder)
 
     def _together(self, what: str, work: Callable[[], T]) -> T:
-        """Do `work` and exchange errors with the other processes: all succeed, or all raise."""
+        """Do `work` and exchange errors, so that all processes succeed or all raise."""
         if self._processes.alone:
             return work()
         failed, done = None, None
@@ -296,7 +295,7 @@ class Checkpointer:
         except Exception as error:
             failed = error
         own = "" if failed is None else str(failed) or type(failed).__name__
-        # the background thread's line too: it is waited for before a save
+        # shared with the background thread, which each save waits for
         line = f"{self.directory.name}/"
         errors = self._processes.gather(what, own.encode(), self._on_wait, line)
         if failed is not None:
@@ -358,20 +357,20 @@ class Checkpointer:
             host_memory.give_back()
         except BaseException as error:
             error.add_note(f"while writing checkpoint {working}")
-            if self._processes.is_first:  # a full disk needs room; `recover` deletes it anyway
+            if self._processes.is_first:  # a full disk needs room; `recover` deletes this anyway
                 with contextlib.suppress(OSError):
                     self._folder.remove(working.name)
             raise
 
     def _hash_part(self, working: Path) -> None:
-        """Leave this process's part of the arrays' entries in a file for process 0."""
+        """Write the entries of a part of the array files to a file for process 0."""
         index, names = self._processes.index, manifest.list_files(working / ARRAYS)
         part = names[index :: self._processes.count]
         entries = manifest.durable_entries(working / ARRAYS, part)
         replace_file(working / f"{_HASHES}{index}", json.dumps(entries))
 
     def _hashed(self, working: Path) -> dict[str, manifest.Entry]:
-        """Return the entries of all processes, and delete their files."""
+        """Return the entries from all processes, and delete the files of `_hash_part`."""
         entries: dict[str, manifest.Entry] = {}
         with held(working) as folder:
             for name in folder.names():
@@ -383,7 +382,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _disk_errors(self, step: int) -> Iterator[None]:
-        """Raise a SaveError of one line if the disk refuses; other errors pass as they are."""
+        """Raise a SaveError of one line if the disk refuses; other errors pass unchanged."""
         try:
             yield
         except Exception as error:
@@ -403,7 +402,7 @@ class Checkpointer:
 
 
 def _take_lock(folder: Folder) -> Any:
-    """Lock a second writer out. The lock ends with this process, however it ends."""
+    """Lock out a second writer. The lock is released when this process exits, for any reason."""
     try:
         file = folder.lock(".lock")
     except OSError as error:

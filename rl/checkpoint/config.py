@@ -1,4 +1,4 @@
-"""Section `Checkpoint`."""
+"""Configuration of checkpoints (section `Checkpoint`)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import math
 class CheckpointConfig:
     """When checkpoints are written and how many are kept.
 
-    A step is saved if it is a multiple of `every_steps`, or ends `every_minutes` or more after the
-    last save; 0 turns either off, and the end of a run is always saved. Besides the `keep` newest
-    the best step by evaluation is kept, without optimizer state. `asynchronous` false waits for
-    the disk at every save.
+    A step is saved if it is a multiple of `every_steps`, or if it finishes `every_minutes` or more
+    after the last save; 0 turns either rule off, and the last step of a run is always saved.
+    Besides the `keep` newest steps, the best step by evaluation is kept, without optimizer state.
+    With `asynchronous` false, every save waits for the disk.
     """
 
     every_steps: int = 20
@@ -39,5 +39,5 @@ class CheckpointConfig:
             )
 
     def due(self, step: int) -> bool:
-        """Return whether a run saves after `step`, whatever its last step and the time."""
+        """Return whether a run saves after `step`, regardless of its last step and the time."""
         return self.every_steps > 0 and step > 0 and step % self.every_steps == 0

@@ -1,8 +1,8 @@
 """The contents of a checkpoint: arrays by Orbax, host state as JSON and npz.
 
-Each process writes its shards. Orbax's Checkpointer is not used: its barriers between processes
-have no deadline. Host state is plain data and numpy arrays; values that would not come back equal
-in value and type are refused when they are encoded.
+Each process writes its shards. Orbax's Checkpointer is not used, because its barriers between
+processes have no deadline. Host state is plain data and numpy arrays; encoding refuses values that
+would not be read back with equal value and type.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 
 _ARRAY = "$array"  # {"$array": "3"} in the JSON is entry "3" of the npz
-_NAME = "process_0"  # the state is the same on all processes, and the first one writes it
+_NAME = "process_0"  # the state is the same on all processes; process 0 writes it
 _KINDS = "biufcSUmM"  # dtype kinds that npz keeps without pickle
 _report = sys.unraisablehook
 
 
 class ArrayWriter:
-    """Writes one set of arrays after the other; with `by_all` every process its part."""
+    """Writes sets of arrays, one at a time; with `by_all`, every process writes its shards."""
 
     def __init__(self, *, by_all: bool) -> None:
         import orbax.checkpoint as ocp
@@ -36,12 +36,12 @@ class ArrayWriter:
         if jax.process_count() == 1:
             self._placed = lambda x: x
         sys.unraisablehook = _hook
-        # OCDBT, Orbax's default, keeps memory at every save: tensorstore leaks its specs.
+        # OCDBT, Orbax's default, leaks memory at every save, since tensorstore leaks its specs.
         self._handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
         self._writing: list[Any] = []
 
     def save(self, folder: Path, arrays: Mapping[str, jax.Array]) -> None:
-        """Start to write to an existing folder; returns once the values are on the host."""
+        """Start to write to an existing folder; return once the values are on the host."""
         import orbax.checkpoint as ocp
         from etils import epath
 
@@ -50,7 +50,7 @@ class ArrayWriter:
         self._writing = asyncio.run(saving) or []
 
     def wait_until_finished(self) -> None:
-        """Wait for this process's writes; raises their error."""
+        """Wait for the writes of this process. Raises their error."""
         writing, self._writing = self._writing, []
         for future in writing:
             future.result()
@@ -60,9 +60,10 @@ class ArrayWriter:
 
 
 def _hook(unraisable: Any) -> None:
-    """Report an error that no caller can catch, unless it only follows from another one.
+    """Report an error that no caller can catch, unless it only follows from another error.
 
-    The first write that fails ends its event loop; tensorstore then reports each of the others so.
+    The first failed write closes its event loop; tensorstore then reports a closed loop for each of
+    the other writes.
     """
     if str(unraisable.exc_value) != "Event loop is closed":
         _report(unraisable)
@@ -88,21 +89,21 @@ def read_arrays(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]
         restored = handler.restore(epath.Path(folder), args=arguments)
     finally:
         handler.close()
-    # popped: an array that is copied is not held twice for longer than that takes
+    # popped, so that an array is held twice only while it is copied
     return {path: _free_as(leaf, restored.pop(path)) for path, leaf in wanted.items()}
 
 
 def _free_as(template: Any, restored: jax.Array) -> jax.Array:
-    """Return `restored`, committed to a device only if the template is: jit distinguishes both."""
+    """Return `restored`, committed to a device only if the template is; jit distinguishes both."""
     if getattr(template, "committed", True):
         return restored
     return jnp.array(np.asarray(restored))
 
 
 def _own_or_shared(x: jax.Array) -> jax.Array | np.ndarray:
-    """Return an array on this process's devices as numpy's, which Orbax writes in process 0.
+    """Return a process-local array as a numpy array, which Orbax writes in process 0.
 
-    Of a jax array it would take a slice from each process, which may have other values.
+    From a jax array, Orbax would take a slice of each process, and these may have other values.
     """
     return np.asarray(x) if x.is_fully_addressable else x
 
@@ -116,13 +117,13 @@ class HostState:
 
 
 def encode_host(host: dict[str, Any]) -> HostState:
-    """Copy nested dicts, lists, plain data and numpy arrays; TypeError, by path, for other data."""
+    """Copy nested dicts, lists, plain data and arrays. Raises TypeError, by path, for others."""
     arrays: dict[str, np.ndarray] = {}
     return HostState(json.dumps(_plain(host, "host", arrays)), arrays)
 
 
 def write_host(folder: Path, state: HostState) -> None:
-    """Write the state's text and arrays."""
+    """Write the text and arrays of a host state."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{_NAME}.json").write_text(state.text, encoding="utf-8")
     if state.arrays:
@@ -130,7 +131,7 @@ def write_host(folder: Path, state: HostState) -> None:
 
 
 def read_host(folder: Path) -> dict[str, Any]:
-    """Read a folder of `write_host`. Raises FileNotFoundError, ValueError for a compressed file."""
+    """Read a folder of `write_host`. Raises FileNotFoundError or ValueError (compressed file)."""
     arrays: dict[str, np.ndarray] = {}
     if (npz := folder / f"{_NAME}.npz").exists():
         with zipfile.ZipFile(npz) as packed:  # entries may unpack to any size, or overlap

@@ -1,10 +1,10 @@
 """The step folders of a checkpoint directory: naming, committing, retiring.
 
-    step_00000020/            counts, if its manifest says it is whole
-    .working-step_00000040/   being filled; becomes step_00000040 by one rename
-    .replaced-step_00000020/  an older save of step 20, until the new one is in place
+    step_00000020/            a checkpoint, if it is whole by its manifest
+    .working-step_00000040/   being written; becomes step_00000040 by one rename
+    .replaced-step_00000020/  an older save of step 20, until the new save is in place
     .trash-step_00000000/     being deleted
-    abandoned-step_00000060/  later than a step that was saved again; deleted once that is passed
+    abandoned-step_00000060/  later than a step that was saved again; deleted once step 60 is passed
 
 Invariant: a kill at any moment leaves the newest committed step in its place or, between the two
 renames of a replacement, under a name that `recover` puts back.
@@ -50,12 +50,12 @@ def list_steps(directory: Path | Folder) -> list[int]:
 
 
 def has_step(directory: Folder, step: int) -> bool:
-    """Return whether there is anything under the name of the step's folder."""
+    """Return whether an entry with the name of the step folder exists."""
     return directory.exists(step_folder(directory.path, step).name)
 
 
 def written_bytes(directory: Path) -> int:
-    """Return the bytes in the folders that are being filled, whose files may come and go."""
+    """Return the bytes in folders that are being written; files may appear and disappear."""
     total = 0
     for folder, _, names in os.walk(directory):
         if _WORKING in folder:
@@ -66,7 +66,7 @@ def written_bytes(directory: Path) -> int:
 
 
 def recover(directory: Folder) -> None:
-    """Tidy up after a killed run: delete unfinished folders, undo half a replacement."""
+    """Clean up after a killed run: delete unfinished folders, undo half a replacement."""
     for name in directory.names():
         if name.startswith(_REPLACED):
             original = name.removeprefix(_REPLACED)
@@ -81,7 +81,7 @@ def recover(directory: Folder) -> None:
 
 
 def publish(directory: Folder, step: int, *, sets_aside: bool = True) -> None:
-    """Make the working folder of `step` its checkpoint; set later steps aside, or leave them."""
+    """Rename the working folder of `step` to its checkpoint; `sets_aside` renames later steps."""
     for later in list_steps(directory) if sets_aside else ():
         if later > step:
             name, tries = step_folder(directory.path, later).name, 1
@@ -103,10 +103,10 @@ def publish(directory: Folder, step: int, *, sets_aside: bool = True) -> None:
 def retire(
     directory: Folder, keep: int, spared: Collection[int] = (), light: Sequence[str] = ()
 ) -> None:
-    """Delete steps older than the `keep` newest that are whole by names and sizes.
+    """Delete steps older than the `keep` newest steps that are whole by names and sizes.
 
-    Older `spared` ones lose their files with the prefixes `light`. Abandoned steps are deleted up
-    to the newest one. Call it only once that is whole: it is kept whatever its state.
+    Older `spared` steps lose only files with a prefix in `light`. Abandoned steps are deleted up to
+    the newest step. Call this only if the newest step is whole, as it is kept in any state.
     """
     whole = list[int]()
     for step in list_steps(directory):
@@ -130,8 +130,8 @@ def _delete(directory: Folder, name: str) -> None:
 
 
 def _lighten(directory: Folder, name: str, prefixes: Sequence[str]) -> None:
-    """Delete files with these prefixes, of entries one or two levels below a checkpoint."""
-    with contextlib.suppress(manifest.ManifestError):  # a damaged one is left as it is
+    """Delete entries with these path prefixes from the subfolders of a checkpoint."""
+    with contextlib.suppress(manifest.ManifestError):  # a damaged checkpoint stays unchanged
         manifest.drop(directory.path / name, prefixes)
         step = directory.folder(name, create=False)
         for parent in filter(step.is_folder, step.names()):

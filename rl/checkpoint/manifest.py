@@ -1,6 +1,6 @@
-"""A manifest of sizes and SHA-256 of all files of a folder, which is *whole* if they match.
+"""A manifest with size and SHA-256 of all files of a folder, which is *whole* if all files match.
 
-`write_manifest` is the last write into a folder, so that a folder without one is unfinished.
+`write_manifest` is the last write into a folder, so a folder without a manifest is unfinished.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from reprise.models.folder import Folder, read_plain, replace_file
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1
-DROPPED = "dropped"  # of `extra`: prefixes of files that `drop` has taken out
+DROPPED = "dropped"  # key in `extra`: prefixes of files that `drop` removed
 Entry = dict[str, Any]  # size and SHA-256 of a file
 MAX_MANIFEST_BYTES = 2**26  # a file takes some 150 bytes
 _HASH_THREADS = 4
@@ -27,7 +27,7 @@ _SELF_HASH = "sha256_of_the_rest"
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a folder; `file` is relative to it."""
+    """A problem with a folder; `file` is relative to the folder."""
 
     folder: Path
     file: str
@@ -57,8 +57,8 @@ def write_manifest(
 ) -> None:
     """Record every file of `folder` durably; `extra` is JSON stored with the list.
 
-    Files of `known` content, by relative name, are not read. Files of `done`, the entries of other
-    processes, are not touched. Each file and folder is flushed to the disk first, then the
+    Files with `known` content, by relative name, are not read. Files in `done`, the entries of
+    other processes, are not touched. Each file and folder is flushed to the disk first, then the
     manifest is renamed into place. Raises OSError, and ValueError for links.
     """
     names, done = list_files(folder), done or {}
@@ -86,7 +86,7 @@ def durable_entries(
 
 
 def drop(folder: Path, prefixes: Sequence[str]) -> None:
-    """Take files with these prefixes out of the manifest: they may be deleted from then on."""
+    """Remove files with these prefixes from the manifest, after which they may be deleted."""
     payload = read_manifest(folder)
     if payload["extra"].get(DROPPED) != list(prefixes):
         files = {n: x for n, x in payload["files"].items() if not n.startswith(tuple(prefixes))}
@@ -95,7 +95,7 @@ def drop(folder: Path, prefixes: Sequence[str]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return `format`, `extra` and `files`; ManifestError for a missing or damaged manifest."""
+    """Return `format`, `extra` and `files`. Raises ManifestError if missing or damaged."""
     try:
         raw = read_plain(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES)
     except OSError as error:
@@ -104,7 +104,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         payload = json.loads(raw)
         claimed = payload.pop(_SELF_HASH)
-        # Encoding again catches what parsing forgives: blanks, repeated keys.
+        # Encoding again catches blanks and repeated keys, which parsing accepts.
         intact = _encode(payload) == raw and payload["format"] == FORMAT
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ManifestError(f"is damaged: {type(error).__name__} while parsing it") from error
@@ -122,9 +122,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def verify(folder: Path, *, contents: bool = True, part: tuple[int, int] = (0, 1)) -> list[Problem]:
-    """Compare a folder with its manifest, without `contents` by names and sizes; [] if whole.
+    """Compare a folder with its manifest, and return the problems; [] if whole.
 
-    `part` (i, n) compares every n-th file, from the i-th on. Files that were dropped do not count.
+    Without `contents`, only names and sizes are compared. `part` (i, n) compares every n-th file,
+    from the i-th on. Dropped files do not count.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -152,7 +153,7 @@ def verify(folder: Path, *, contents: bool = True, part: tuple[int, int] = (0, 1
 
 
 def list_files(folder: Path) -> list[str]:
-    """Return the relative names of all files and links below `folder` but its manifest, sorted."""
+    """Return the sorted relative names of files and links below `folder`, except its manifest."""
     names = []
     for parent, folders, files in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(parent, name))]

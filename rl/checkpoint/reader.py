@@ -1,4 +1,4 @@
-"""Reading checkpoints, each verified file by file, also during a run that writes."""
+"""Reading of checkpoints, verified file by file, also while a run writes checkpoints."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from reprise.rl.checkpoint.folders import list_steps, step_folder
 from reprise.rl.checkpoint.manifest import Problem
 from reprise.rl.cluster.processes import ALONE, Processes
 
-ARRAYS, FILES_FOLDER = "arrays", "files"  # of a step; files are linked, not copied
+ARRAYS, FILES_FOLDER = "arrays", "files"  # folders of a step; files are linked, not copied
 _SHOWN = 5  # paths or problems named in one message
 PyTree = Any
 
 
 class NoWholeCheckpointError(RuntimeError):
-    """Nothing to restore; `problems` by step, empty if there is no checkpoint."""
+    """No checkpoint can be restored; `problems` are by step, empty without checkpoints."""
 
     def __init__(self, message: str, problems: dict[int, list[Problem]]) -> None:
         super().__init__(message)
@@ -31,15 +31,15 @@ class NoWholeCheckpointError(RuntimeError):
 
 
 class StructureMismatchError(ValueError):
-    """A whole checkpoint whose arrays do not match the template's."""
+    """The arrays of a whole checkpoint do not match the arrays of the template."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Restored:
-    """The contents of a checkpoint; `warnings` name the damaged ones that were skipped.
+    """The contents of a checkpoint; `warnings` name the damaged checkpoints that were skipped.
 
-    `files` is the folder of linked files; those in `damaged_files` differ from the linked ones.
-    Parts in `lacking` were not saved and are the template's own.
+    `files` is the folder of linked files; files in `damaged_files` have changed since they were
+    linked. Parts in `lacking` were not saved, and come from the template.
     """
 
     step: int
@@ -63,12 +63,13 @@ def restore(
 ) -> Restored:
     """Restore the newest whole checkpoint (or exactly `step`), verified before use.
 
-    `template` leaves are jax arrays or jax.ShapeDtypeStructs; arrays come back in its structure,
-    types (floats are rounded) and shardings, by default on the first local device. `subset` allows
-    fewer arrays than were saved. Parts with a path prefix in `optional` may be missing from either
-    template or checkpoint. Arrays of the template with a prefix in `frees` are deleted before the
-    saved ones are read: devices hold one state. All `processes` of a mesh restore together.
-    Raises NoWholeCheckpointError, or StructureMismatchError naming the first paths that differ.
+    Leaves of `template` are jax arrays or jax.ShapeDtypeStructs. Restored arrays have the
+    structure, types (floats are rounded) and shardings of the template, by default on the first
+    local device. `subset` allows fewer arrays than were saved. Parts with a path prefix in
+    `optional` may be missing from either template or checkpoint. Arrays of the template with a
+    prefix in `frees` are deleted before the saved arrays are read, so that devices hold one state.
+    All `processes` of a mesh restore together. Raises NoWholeCheckpointError, or
+    StructureMismatchError naming the first paths that differ.
     """
     directory = Path(directory).absolute()
     chosen, warnings, damaged = _choose(directory, step, processes, subset=subset)
@@ -93,7 +94,7 @@ def restore(
 
 
 def newest_host(directory: Path) -> tuple[int, dict[str, Any]]:
-    """Return step and plain host state of the newest checkpoint that can be read; 0 without one."""
+    """Return the step and plain host state of the newest readable checkpoint; else (0, {})."""
     for step in list_steps(directory):
         with contextlib.suppress(OSError, ValueError, RecursionError):
             return step, read_plain_host(step_folder(directory, step) / "host")
@@ -101,7 +102,7 @@ def newest_host(directory: Path) -> tuple[int, dict[str, Any]]:
 
 
 def check_structure(directory: Path, template: PyTree, optional: Sequence[str] = ()) -> None:
-    """Compare the newest readable manifest with shapes; StructureMismatchError."""
+    """Raise StructureMismatchError if the newest readable manifest does not match `template`."""
     for step in list_steps(directory):
         with contextlib.suppress(manifest.ManifestError):
             folder = step_folder(directory, step)
@@ -116,10 +117,10 @@ def check_structure(directory: Path, template: PyTree, optional: Sequence[str] =
 def problems_of(
     directory: Path | str, step: int, processes: Processes = ALONE, *, subset: bool = False
 ) -> tuple[list[Problem], list[Problem]]:
-    """Return the problems of the checkpoint of `step` (none: it is whole), and of linked files.
+    """Return the problems of the checkpoint of `step` (empty if whole), and of its linked files.
 
-    Each of `processes` reads a part of the files. One that was reduced to the policy is whole only
-    for a `subset`.
+    Each of `processes` reads a part of the files. A checkpoint that was reduced to the policy is
+    whole only for a `subset`.
     """
     folder = step_folder(Path(directory), step)
     own = [
@@ -150,7 +151,7 @@ def problems_of(
 def _choose(
     directory: Path, step: int | None, processes: Processes, *, subset: bool
 ) -> tuple[int, list[str], list[str]]:
-    """Choose a step; return it, warnings and its damaged linked files, in all processes alike."""
+    """Choose a step; return the step, warnings and damaged linked files, on all processes."""
 
     def kept() -> bytes:
         return json.dumps(list_steps(directory) if step is None else [step]).encode()
@@ -181,7 +182,7 @@ def _listed(problems: list[Problem]) -> str:
 
 
 def flatten(tree: PyTree, *, concrete: bool) -> dict[str, Any]:
-    """Return the leaves by path (`jax.tree_util.keystr`): Orbax is given one flat dict."""
+    """Return the leaves by path (`jax.tree_util.keystr`), as one flat dict for Orbax."""
     flat: dict[str, Any] = {}
     kinds = jax.Array if concrete else (jax.Array, jax.ShapeDtypeStruct)
     for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -216,7 +217,7 @@ def _check_structure(
     *,
     subset: bool,
 ) -> tuple[str, ...]:
-    """Return the optional parts that are wanted and were not saved."""
+    """Return the wanted optional parts that were not saved. Raises StructureMismatchError."""
 
     def lack(part: str, paths: Iterable[str]) -> bool:
         return not any(path.startswith(part) for path in paths)
@@ -240,7 +241,7 @@ def _check_structure(
 
 
 def _fits(wanted: str | None, saved: str | None) -> bool:
-    """Return whether an array can be read as another: of its shape, floats from any floats."""
+    """Return whether a saved array has the wanted shape and type; all float types match."""
     if wanted is None or saved is None:
         return False
     (one, shape), (other, saved_shape) = wanted.split("["), saved.split("[")

@@ -1,4 +1,4 @@
-"""Actors of a run: an object of ours in another program, which starts again when it is lost."""
+"""Actors of a run: objects in other programs, which are restarted when lost."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from typing import Any, Protocol
 from reprise.rl.cluster.join import mismatch, program_identity
 from reprise.rl.runtime.waits import ProgramLost
 
-MAX_STARTS = 3  # of an actor in a row that does no work
-CONCURRENCY = 8  # methods that an actor runs at once
-WATCH_S = 0.2  # between two looks at deadlines
-BEATS = 4  # heartbeats in the time that one may take
+MAX_STARTS = 3  # consecutive, of an actor that does no work
+CONCURRENCY = 8  # methods that an actor runs concurrently
+WATCH_S = 0.2  # between two checks of deadlines
+BEATS = 4  # heartbeats per deadline
 
 
 class ActorDied(RuntimeError):
-    """The program of an actor has ended, cannot be reached, or says that it is of no use."""
+    """The program of an actor has exited, cannot be reached, or reports that it is unusable."""
 
 
 class Host:
-    """The program of an actor: makes an object of ours, and calls its methods."""
+    """The program of an actor, which makes an object and calls its methods."""
 
     def __init__(self, cpu_only: bool) -> None:
         from reprise.rl.runtime import host_memory
 
-        host_memory.bound_arenas()  # before any thread of a device
+        host_memory.bound_arenas()  # before any device thread starts
         if cpu_only:  # devices of this host belong to other actors
             os.environ["JAX_PLATFORMS"] = "cpu"
 
     def identity(self, files: Mapping[str, str]) -> tuple[dict[str, str], str, int]:
-        """Return the identity of this program, its host and its process."""
+        """Return the identity of this program, the host name and the process id."""
         return program_identity(files), socket.gethostname(), os.getpid()
 
     def ping(self) -> None:
-        """A heartbeat, which has a separate thread."""
+        """Answer a heartbeat, in a separate thread."""
 
     def make(self, target: str, *args: Any) -> None:
-        """Make the object: `target` is "module:Class"."""
+        """Make the object; `target` is "module:Class"."""
         module, _, name = target.partition(":")
         self._object = getattr(importlib.import_module(module), name)(*args)
 
@@ -57,7 +57,7 @@ class Handle(Protocol):
     """Calls members of a `Host` in another program."""
 
     def submit(self, member: str, *args: Any) -> Future[Any]:
-        """Return the result to come: it raises the method's error, or ActorDied."""
+        """Return the future of the result, which raises the method error or ActorDied."""
         ...
 
     def kill(self) -> None: ...
@@ -73,8 +73,8 @@ class Starts(Protocol):
 class ActorSettings:
     """Settings of all actors of a run.
 
-    Contents of `files` (paths by name) must be the same on hosts that have them. `deadline_s` is
-    the time of a call and of a heartbeat, `start_s` of each step of a start; `say` prints a line.
+    Contents of `files` (paths by name) must be the same on hosts that have them. `deadline_s`
+    limits a call and a heartbeat, `start_s` each step of a start; `say` prints a line.
     """
 
     files: Mapping[str, str]
@@ -90,17 +90,18 @@ class _Call:
     limit_s: float
     is_work: bool
     future: Future[Any] = dataclasses.field(default_factory=Future)
-    until_s: float | None = None  # on the monotonic clock, once it is sent
+    until_s: float | None = None  # on the monotonic clock, once sent
 
 
 class Actor:
-    """An object in another program, which is started at once, and again when it is lost.
+    """An object in another program, which is started immediately, and restarted when lost.
 
-    Its constructor gets `args`, and may take `make_s`. It is lost if its program ends, a call is
-    late or raises ActorDied, or no heartbeat comes for `deadline_s`: its calls then raise
-    ProgramLost, which names the actor, its host and its process. Calls that come while it starts
-    wait for it. All calls fail once it is given up: if it cannot start at all, is lost MAX_STARTS
-    times in a row before it did any work, or is lost at all unless it `restarts`.
+    The constructor of the object gets `args`, and may take `make_s`. The actor is lost if its
+    program exits, a call is late or raises ActorDied, or no heartbeat arrives for `deadline_s`.
+    Pending calls then raise ProgramLost, which names the actor, its host and its process. Calls
+    during a start wait for the start. The actor is given up, and all calls fail, if it cannot start
+    at all, if it is lost MAX_STARTS times in a row before it did any work, or if it is lost with
+    `restarts` False.
     """
 
     def __init__(
@@ -121,10 +122,10 @@ class Actor:
         self._start_program = lambda: room.start(index, concurrency, target.rpartition(":")[2])
         self._restarts, self._lock = restarts, threading.Lock()
         self._make_s = settings.start_s if make_s is None else make_s
-        self._calls = dict[_Call, None]()  # in their order
+        self._calls = dict[_Call, None]()  # in call order
         self._done = queue.SimpleQueue[tuple[_Call, Future[Any]] | None]()
         self._has_worked, self._is_closed = False, False
-        self.handle: Handle | None = None  # of the present program, which may still start
+        self.handle: Handle | None = None  # of the present program, which may still be starting
         self.is_there = False
         self.num_starts, self.pid = 0, 0
         self.fatal_error: ProgramLost | None = None
@@ -135,15 +136,15 @@ class Actor:
     ) -> Future[Any]:
         """Call a method; the future raises its error, or ProgramLost if the actor is lost.
 
-        The limit starts when the call is sent. A result is work unless it only prepares some.
-        Callbacks of the future may not wait for this actor.
+        The limit starts when the call is sent. `is_work` is False for calls that only prepare work.
+        Callbacks of the future must not wait for this actor.
         """
         limit_s = self._settings.deadline_s if limit_s is None else limit_s
         call = _Call("call", (method, *args), limit_s, is_work)
         return self._add(call)
 
     def close(self) -> None:
-        """End the program, at once and without waiting; calls fail."""
+        """Kill the program immediately, without waiting; calls fail."""
         with self._lock:
             self._is_closed = True
         self._done.put(None)
@@ -160,7 +161,7 @@ class Actor:
         return call.future
 
     def _send(self, call: _Call) -> None:
-        """Send a call; the lock is held."""
+        """Send a call, while the caller holds the lock."""
         assert self.handle is not None
         if not call.future.set_running_or_notify_cancel():
             del self._calls[call]
@@ -175,7 +176,7 @@ class Actor:
             sent.add_done_callback(lambda result: done.put((call, result)))
 
     def _kill(self) -> None:
-        """End the program, in a thread: Ray may take as long as it likes."""
+        """Kill the program in a thread, since Ray may take a long time."""
         if (handle := self.handle) is not None:
             threading.Thread(target=handle.kill, name=f"end of {self.name}", daemon=True).start()
 
@@ -215,7 +216,7 @@ class Actor:
                 self._send(call)
 
     def _serve(self) -> None:
-        """Return at the end of the run. Raises ActorDied or TimeoutError if the program is lost."""
+        """Serve until the actor is closed. Raises ActorDied or TimeoutError for a lost program."""
         looked_s, deadline_s = time.monotonic(), self._settings.deadline_s
         ping_s = looked_s + deadline_s / BEATS
         while not self._is_closed:
@@ -223,7 +224,7 @@ class Actor:
                 if (done := self._done.get(timeout=WATCH_S)) is not None:
                     self._finish(*done)
             if (now_s := time.monotonic()) - looked_s < WATCH_S or not self._done.empty():
-                continue  # answers that have come are not late
+                continue  # answers that have arrived are not late
             looked_s = now_s
             if now_s > ping_s:
                 ping_s = now_s + deadline_s / BEATS
@@ -246,7 +247,7 @@ class Actor:
             call.future.set_exception(error)
 
     def _lose(self, error: Exception, num_vain: int, *, has_served: bool) -> None:
-        """End the program; fail the calls that it has, or all of them if it is given up."""
+        """Kill the program; fail the calls sent to it, or all calls if the actor is given up."""
         is_plain = isinstance(error, ActorDied | TimeoutError | ValueError | RuntimeError)
         why = str(error) if is_plain else f"{type(error).__name__}: {error}"
         text = f"{self._label} {'is lost' if has_served else 'does not start'}: {why}"

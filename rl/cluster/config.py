@@ -1,4 +1,4 @@
-"""The processes of a run as users set them."""
+"""Configuration of the processes of a run (section `Cluster`)."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ MAX_DEADLINE_S = 1_000_000  # jax counts four times as much in milliseconds
 class ClusterConfig:
     """The processes of a run, and how they find one another.
 
-    `kind`: `local` (this process is the run), `spmd` (several processes run the same command, on
-    devices that form one mesh) or `ray` (rollout workers are actors of Ray: on the cluster at
-    `address` = "HOST:PORT", which this host belongs to, else on a Ray that it starts on this host).
-    Process 0 is reached at `coordinator` = "HOST:PORT", with `num_processes` and the `process_id`
-    of each; with `auto` jax finds all three on TPU slices, under SLURM, Open MPI and in Kubernetes.
-    With `ray`, `num_processes` actors train.
+    `kind` is `local` (this process is the run), `spmd` (several processes run the same command, on
+    devices that form one mesh) or `ray` (rollout workers are Ray actors, on the cluster at
+    `address` = "HOST:PORT", which includes this host, or else on a Ray started on this host).
+    Process 0 is reached at `coordinator` = "HOST:PORT", with `num_processes` and a `process_id` per
+    process; with `auto`, jax finds all three on TPU slices, under SLURM, Open MPI and in
+    Kubernetes. With `ray`, `num_processes` actors train.
 
-    `rollouts`: `local` (each process answers its share of the requests on its devices) or `mesh`
-    (one engine spans the devices of all processes, for policies that no process can hold). With
-    `ray` as many `scorers`, each with `Reward.workers` processes, score on the cluster's CPUs (0:
-    processes of this host), and as many `history_workers` keep the responses that history drafts
-    from and build the next step's index (0: each rollout worker builds an index). Heartbeats of a
-    process may be `deadline_s` apart; joining may take as long.
+    `rollouts` is `local` (each process generates its share of the responses on its devices) or
+    `mesh` (one engine spans the devices of all processes, for policies that no process can hold).
+    With `ray`, `scorers` actors, with `Reward.workers` processes each, score on CPUs of the cluster
+    (0: processes of this host score), and `history_workers` actors keep the responses that history
+    drafts from and build the index of the next step (0: rollout workers build one index each).
+    Heartbeats of a process may be up to `deadline_s` apart; joining may take as long.
     """
 
     kind: Kind = "local"
@@ -70,9 +70,9 @@ class ClusterConfig:
             raise ValueError(f"deadline_s must be 1 to {MAX_DEADLINE_S:,}, got {self.deadline_s}")
 
     def refuse_unused(self) -> None:
-        """Raise ValueError for fields of several processes in a new run of one.
+        """Raise ValueError for multi-process fields in a new run of one process.
 
-        One process may resume a run of several, whose configuration has them.
+        A resumed run may have these fields, since one process may resume a multi-process run.
         """
         fields = self.coordinator, self.num_processes, self.process_id
         if self.kind == "local" and fields != (AUTO, None, None):
@@ -85,7 +85,7 @@ class ClusterConfig:
 
     @property
     def num_trainers(self) -> int:
-        """The number of processes that train in a run on Ray; 1: the one that was started."""
+        """The number of processes that train in a run on Ray; 1 is the started process itself."""
         return (self.num_processes or 1) if self.kind == "ray" else 1
 
     @property
@@ -103,7 +103,7 @@ class ClusterConfig:
 
 
 def check(config: ClusterConfig) -> None:
-    """Raise ValueError unless a process has its number and the number of all."""
+    """Raise ValueError unless `process_id` and `num_processes` are set and valid, if needed."""
     if config.kind != "spmd" or config.coordinator == AUTO:
         return
     count, number = config.num_processes, config.process_id

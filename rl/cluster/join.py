@@ -1,7 +1,7 @@
-"""Joining the processes of a run: before any other call of jax, and with a handshake.
+"""Joining the processes of a run, with a handshake, before any other call of jax.
 
-They find one another at process 0's address before jax does (`meet`), which aborts the process,
-with pages of stack, if one is missing or starts twice; here that is a sentence of process 0 to all.
+The processes meet at the address of process 0 (`meet`) before jax connects them. If a process is
+missing or starts twice, jax aborts with pages of stack; here, process 0 sends one sentence to all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIN_JAX_S = 30  # for jax to start, once all processes have met, and to notice a
 POLICY, DRAFT_MODEL = "contents of Policy.directory", "contents of DraftModel.directory"
 NAME = "reprise"
 MAX_BYTES = 2**16  # of a message
-HELLO_S = 2.0  # for the message of a program that connects
+HELLO_S = 2.0  # for the first message on a connection
 RETRY_S = 0.2
 
 
@@ -58,7 +58,7 @@ class JobStore:
 
 @contextlib.contextmanager
 def _translated() -> Any:
-    """Raise jax's errors as Python's: TimeoutError where time was up, else ConnectionError."""
+    """Translate errors of jax: TimeoutError after a timeout, else ConnectionError."""
     from jax.errors import JaxRuntimeError
 
     try:
@@ -70,10 +70,10 @@ def _translated() -> Any:
 
 
 def join(config: ClusterConfig, identify: Callable[[], Mapping[str, str]]) -> Processes:
-    """Return the processes of this run, once all of them are there.
+    """Wait for all processes of this run, and return them.
 
-    Raises ValueError if their identities (`identity_of`) differ, or if they cannot find one another
-    within `Cluster.deadline_s`.
+    Raises ValueError if the identities (`identity_of`) differ, or if the processes do not find one
+    another within `Cluster.deadline_s`.
     """
     if config.kind != "spmd":
         return ALONE
@@ -102,14 +102,14 @@ def join(config: ClusterConfig, identify: Callable[[], Mapping[str, str]]) -> Pr
 
 
 def has_joined() -> bool:
-    """Return whether this process is one of a job of jax's."""
+    """Return whether this process belongs to a distributed job of jax."""
     import jax
 
     return jax.distributed.is_initialized()
 
 
 def leave() -> None:
-    """End this process's part in the job, once all are done."""
+    """Leave the distributed job, once all processes are done."""
     if has_joined():
         import jax
 
@@ -117,7 +117,7 @@ def leave() -> None:
 
 
 def mismatch(identities: Sequence[Mapping[str, str]], names: Sequence[str] = ()) -> str | None:
-    """Return a sentence on the first program, by its name, that differs from the first one."""
+    """Describe the first difference from the identity of the first program; None if all agree."""
     names = names or [f"process {i}" for i in range(len(identities))]
     first = identities[0]
     for program, other in zip(names, identities, strict=True):
@@ -137,7 +137,7 @@ def mismatch(identities: Sequence[Mapping[str, str]], names: Sequence[str] = ())
 
 
 def identity_of(config_text: str, policy: Path, draft_model: Path | None = None) -> dict[str, str]:
-    """Return the facts that the processes of a run must agree on, by name."""
+    """Return the facts, by name, that must be the same in all processes of a run."""
     files = {POLICY: str(policy)}
     if draft_model is not None:
         files[DRAFT_MODEL] = str(draft_model)
@@ -145,7 +145,7 @@ def identity_of(config_text: str, policy: Path, draft_model: Path | None = None)
 
 
 def program_identity(files: Mapping[str, str]) -> dict[str, str]:
-    """Return the code, the versions, and the contents of the files that this host has, by name."""
+    """Return digests of the code and of existing `files`, and package versions, by name."""
     import importlib.metadata
 
     versions = {
@@ -162,16 +162,16 @@ def program_identity(files: Mapping[str, str]) -> dict[str, str]:
 
 
 def _initialize(config: ClusterConfig) -> Relay | None:
-    """Call `jax.distributed.initialize`; return the relay to process 0, if there is one.
+    """Call `jax.distributed.initialize`; return the relay to process 0, or None.
 
-    Raises ValueError with expected, got and mend.
+    Raises ValueError, with a hint, if jax finds no job.
     """
     import jax
 
-    # a signal to stop is handled by `rl.runtime.signals`
+    # `rl.runtime.signals` handles signals to stop
     jax.config.update("jax_enable_preemption_service", False)
     limit_s = max(1, int(config.deadline_s))
-    # ours notices a loss first, and says more
+    # the heartbeats of `Processes` notice a loss first, with a better message
     options: dict[str, Any] = {
         "initialization_timeout": max(limit_s, MIN_JAX_S),
         "heartbeat_timeout_seconds": max(4 * limit_s, MIN_JAX_S),
@@ -180,10 +180,10 @@ def _initialize(config: ClusterConfig) -> Relay | None:
     numbers = {"num_processes": config.num_processes, "process_id": config.process_id}
     options |= {name: value for name, value in numbers.items() if value is not None}
     if (address := config.coordinator) != AUTO:
-        # by default it would listen on every interface
+        # by default, jax would listen on every interface
         options |= {"coordinator_address": address, "coordinator_bind_address": address}
     if "cpu" in (jax.config.jax_platforms or ""):
-        # a program that one process loads hangs in collectives with those that others compile
+        # a program that one process loads hangs in collectives if other processes compile it
         jax.config.update("jax_enable_compilation_cache", False)
     try:
         if address == AUTO:
@@ -204,7 +204,7 @@ def _initialize(config: ClusterConfig) -> Relay | None:
 
 
 def _found(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that jax finds in the environment; none if that call has changed."""
+    """Return the options that jax finds in the environment; empty if its function has changed."""
     names = "coordinator_address", "num_processes", "process_id"
     given = {"coordinator_address": os.environ.get("JAX_COORDINATOR_ADDRESS"), **options}
     with contextlib.suppress(ImportError, AttributeError, TypeError):
@@ -221,7 +221,7 @@ def _found(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def meet(config: ClusterConfig) -> None:
-    """Return once all processes have met. Raises ValueError, in all of them if possible."""
+    """Wait until all processes have met. Raises ValueError, in all processes if possible."""
     until_s = time.monotonic() + config.deadline_s
     if config.process_id == 0:
         _lead(config, until_s)
@@ -230,7 +230,7 @@ def meet(config: ClusterConfig) -> None:
 
 
 def _lead(config: ClusterConfig, until_s: float) -> None:
-    """Wait for the others and send them how it went."""
+    """Wait for the other processes, and send them the outcome."""
     assert config.num_processes is not None
     num, numbers, wrong = config.num_processes, {0}, None
     with contextlib.ExitStack() as stack:
@@ -269,7 +269,7 @@ def _lead(config: ClusterConfig, until_s: float) -> None:
 
 
 def _follow(config: ClusterConfig, until_s: float) -> None:
-    """Send this process's number, and receive how it went."""
+    """Send the number of this process, and receive the outcome."""
     where, limit = f"Cluster.coordinator={config.coordinator!r}", f"{config.deadline_s:g} s"
     while True:
         try:
@@ -286,7 +286,7 @@ def _follow(config: ClusterConfig, until_s: float) -> None:
     with lead:
         try:
             _send(lead, [NAME, config.process_id, config.num_processes])
-            # process 0 may have started later, and waits as long as this one
+            # process 0 may have started later, and waits as long as this process
             name, wrong = _receive(lead, _left_s(until_s) + config.deadline_s)
             if name != NAME:
                 raise ValueError("another name")
@@ -312,7 +312,7 @@ def _missing(config: ClusterConfig, present: set[int]) -> str:
 
 
 def _listen(config: ClusterConfig) -> socket.socket:
-    """Listen at process 0's address, and nowhere else."""
+    """Listen at the address of process 0 only."""
     try:
         family, *_, address = socket.getaddrinfo(config.host, config.port)[0]
         return socket.create_server(address[:2], family=family, backlog=config.num_processes)
@@ -328,7 +328,7 @@ def _send(peer: socket.socket, message: list[Any]) -> None:
 
 
 def _receive(peer: socket.socket, limit_s: float) -> list[Any]:
-    """Return one message. Raises OSError, or ValueError if it is none."""
+    """Return one message. Raises OSError, and ValueError or TypeError for an invalid message."""
     peer.settimeout(limit_s)
     with peer.makefile("rb") as stream:
         return list(json.loads(stream.readline(MAX_BYTES)))

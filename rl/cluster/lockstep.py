@@ -1,7 +1,7 @@
 """Detection of processes of one mesh that launch different programs, instead of a hang.
 
-A thread compares the launches of a process's engine (`rl.engine.lockstep`) with process 0's,
-through the shared store: it also runs while a collective hangs.
+A thread compares the engine launches of a process (`rl.engine.lockstep`) with process 0, through
+the shared store. The thread also runs while a collective hangs.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ BEAT_S = 0.5  # between two comparisons
 KEPT = 4096  # launches that a process remembers
 SHOWN = 256  # last launches of process 0 in the store
 MAX_CHARACTERS = 400  # of a launch
-LEAVING_S = 5.0  # for the thread to end
+LEAVING_S = 5.0  # for the thread to stop
 
 
 class LockstepWatch:
-    """The `Lockstep` observer of a process's engines; a context manager.
+    """The `Lockstep` observer of the engines of a process; a context manager.
 
-    If this process and process 0 launch differently, `differs` is called in the watching thread,
-    once in every process, with one line that names the process and both launches.
+    If a process and process 0 launch differently, `differs` is called in the watching thread, once
+    in every process, with one line that names the process and both launches.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class LockstepWatch:
     ) -> None:
         self._processes, self._differs, self._beat_s = processes, differs, beat_s
         self._number = itertools.count(1)
-        # appended to by the engine's thread, copied by the other
+        # appended to by the engine thread, copied by the watching thread
         self._launches: collections.deque[tuple[int, int, object]]
         self._launches = collections.deque(maxlen=KEPT)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lockstep", daemon=True)
 
     def launched(self, digest: int, what: object) -> None:
-        """Record a launch, as of `rl.engine.lockstep.Lockstep`."""
+        """Record a launch (see `rl.engine.lockstep.Lockstep`)."""
         if not self._processes.alone:
             self._launches.append((next(self._number), digest, what))
 
@@ -58,13 +58,13 @@ class LockstepWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the thread, after a last comparison."""
+        """Stop the thread, after a last comparison."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(LEAVING_S)
 
     def _watch(self) -> None:
-        # that the store is gone is for `Processes` to say
+        # `Processes` reports the loss of the store
         with contextlib.suppress(ConnectionError, TimeoutError):
             is_over = False
             while not is_over:
@@ -74,7 +74,7 @@ class LockstepWatch:
                     return
 
     def _compare(self) -> str | None:
-        """Compare once; return the line of a difference, this process's or another's."""
+        """Compare once; return the line of a difference that any process has found, or None."""
         store, index = self._processes.store, self._processes.index
         if index == 0:
             last = list(self._launches.copy())[-SHOWN:]
@@ -86,7 +86,7 @@ class LockstepWatch:
         return lines[min(lines)].decode() if lines else None
 
     def _difference(self, shown: bytes) -> str | None:
-        """Return the line of the first launch shown that is not process 0's."""
+        """Return the line of the first launch that differs from process 0, or None."""
         first = {n: (digest, text) for n, digest, text in json.loads(shown)}
         for n, digest, what in self._launches.copy():
             if n in first and first[n][0] != digest:

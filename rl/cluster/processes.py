@@ -1,6 +1,6 @@
 """The processes of one run: gathered values, digests and heartbeats in a key-value store.
 
-Only `gather_large` is a collective of devices, which is entered once all have announced it.
+Only `gather_large` runs a collective of devices, once all processes have announced it.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 POLL_S = 0.5  # between two checks of an awaited process
-BEATS = 8  # min heartbeats within the deadline
+BEATS = 8  # minimum heartbeats within the deadline
 BEAT_S = 1.0  # between two heartbeats, in a job of up to BEATING processes
 BEATING = 64
-LEAVING_S = 4.0  # that the main thread has, once a process is lost, before the run is ended for it
-LARGE_BYTES = 2**20  # from here on values go through the devices' network
+LEAVING_S = 4.0  # for the main thread to react to a lost process, before `end` is called
+LARGE_BYTES = 2**20  # from this size on, values use the network of the devices
 SHOWN = 4  # requests in one message
 PULSE, GATHER = "reprise/pulse/", "reprise/gather/"
 FIRST_IS_LOST = "process 0, which holds the run together, is lost"
 
 
 class ProcessLost(RuntimeError):
-    """Another process of the run has ended, or sends no heartbeat."""
+    """Another process of the run has exited, or sends no heartbeat."""
 
 
 class Diverged(RuntimeError):
-    """Processes that must run the same program differed: their results are void."""
+    """Processes that must run the same program diverged, so their results are invalid."""
 
 
 class Store(Protocol):
-    """A key-value store that all processes reach; every call ends within its time or raises."""
+    """A key-value store that all processes reach; every call returns in time or raises."""
 
     def set(self, key: str, value: bytes) -> None: ...
 
@@ -51,14 +51,14 @@ class Store(Protocol):
 
 
 class Processes:
-    """The processes of a run, as one of them sees them; a context manager during the run.
+    """The processes of a run, as seen by one process; a context manager during the run.
 
-    All call the same methods in the same order, from their main threads; `what` names the point of
-    the run, and is compared. Alone, everything is trivial and there is no store.
+    All processes call the same methods in the same order, from their main threads; `what` names the
+    point of the run, and is compared. With one process, everything is trivial, without a store.
 
-    A thread sends heartbeats and watches the others'. A process that sends none for `deadline_s`,
-    or reports that it failed, is lost: waits raise ProcessLost, and if the main thread does not
-    leave a collective within LEAVING_S, `end` is called with the message.
+    A thread sends heartbeats and watches the other processes. A process that sends no heartbeat for
+    `deadline_s`, or reports a failure, is lost: waits raise ProcessLost, and if the main thread
+    does not leave a collective within LEAVING_S, `end` is called with the message.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Processes:
         self.index, self.count = index, count
         self.end: Callable[[str], object] = lambda text: None
         self._given, self._deadline_s, self._clock = store, deadline_s, clock
-        self._numbers: dict[str, int] = {}  # of the last gathering, by line
+        self._numbers: dict[str, int] = {}  # of the last `gather`, by line
         self._beat_s = min(deadline_s / BEATS, BEAT_S * max(1.0, count / BEATING))
         self._own: dict[str, object] = {"beat": 0, "asked": False, "failed": None, "done": False}
         self._stop_requested = False  # by another process
@@ -86,7 +86,7 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """True for the process that writes the run's shared files."""
+        """True for the process that writes the shared files of the run."""
         return self.index == 0
 
     @property
@@ -102,10 +102,10 @@ class Processes:
         waiting: Callable[[], object] = lambda: None,
         line: str = "",
     ) -> list[bytes]:
-        """Return the values that all processes give, in their order.
+        """Return the values of all processes, in process order.
 
-        `waiting` is called meanwhile. A thread other than the main one uses a separate `line`.
-        Raises ProcessLost, or Diverged if another process is at another point.
+        `waiting` is called during waits. A thread other than the main thread uses a separate
+        `line`. Raises ProcessLost, or Diverged if another process is at another point.
         """
         if self.alone:
             return [value]
@@ -130,14 +130,14 @@ class Processes:
                     f"{self.index} is at {what!r}"
                 )
             result.append(payload)
-        # whoever gives this value has all of those before
+        # a process that sets this value has read all values of the previous `gather`
         self.store.delete(f"{GATHER}{line}{number - 1}/{self.index}")
         return result
 
     def gather_large(
         self, what: str, value: bytes, waiting: Callable[[], object] = lambda: None
     ) -> list[bytes]:
-        """Gather; large values go through the devices' own network."""
+        """Gather values; large values use the network of the devices."""
         sizes = [int(size) for size in self.gather(f"{what}: bytes", b"%d" % len(value), waiting)]
         if self.alone or max(sizes) < LARGE_BYTES:
             return self.gather(what, value, waiting)
@@ -148,19 +148,19 @@ class Processes:
         return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def from_first(self, what: str, value: Callable[[], bytes]) -> bytes:
-        """Return the value that process 0 computes; the others wait for it."""
+        """Return the value that process 0 computes; the other processes wait for it."""
         return self.gather(what, value() if self.is_first else b"")[0]
 
     def any(self, what: str, flag: bool) -> bool:
-        """Return whether any process says so."""
+        """Return whether `flag` is True in any process."""
         return b"1" in self.gather(what, b"1" if flag else b"0")
 
     def barrier(self, what: str, waiting: Callable[[], object] = lambda: None) -> None:
-        """Wait until all processes are here; `waiting` is called meanwhile."""
+        """Wait until all processes arrive; call `waiting` during the wait."""
         self.gather(what, b"", waiting)
 
     def agree(self, what: str, digests: Mapping[str, str]) -> None:
-        """Raise Diverged, with the differences, unless all give the same names and digests."""
+        """Raise Diverged, with the differences, unless all processes agree on names and digests."""
         if self.alone:
             return
         table = json.dumps(list(digests.items())).encode()
@@ -182,7 +182,7 @@ class Processes:
         self.depart()
 
     def depart(self) -> None:
-        """Announce that this process leaves; process 0, which the others need, is last."""
+        """Announce that this process leaves; process 0, which the others need, leaves last."""
         self._over.set()
         if not self.alone:
             self._own["done"] = True
@@ -198,7 +198,7 @@ class Processes:
         return self._stop_requested
 
     def fail(self, text: str) -> None:
-        """Announce why this process ends; wait until the others can have read it."""
+        """Announce why this process fails; wait until the others can have read the reason."""
         if self.alone:
             return
         self._over.set()  # the others no longer matter
@@ -206,7 +206,7 @@ class Processes:
         self._tell_the_end(2 * self._beat_s, "done", "failed")
 
     def _tell_the_end(self, limit_s: float, *ends: str) -> None:
-        """Send a last heartbeat; wait until all announce one of these ends, at most `limit_s`."""
+        """Send a last heartbeat; wait up to `limit_s` for one of these states in all processes."""
         until_s = self._clock() + limit_s
         with contextlib.suppress(ConnectionError, TimeoutError):
             if self._has_store:
@@ -218,14 +218,14 @@ class Processes:
                 time.sleep(0.05)
 
     def blame(self) -> ProcessLost | None:
-        """Return the loss of a process, which an error of a collective may come from, if any is."""
+        """Return the lost process that explains a failed collective, or None after a timeout."""
         until_s = self._clock() + self._deadline_s + LEAVING_S
         while self._lost is None and self._clock() < until_s and not self.alone:
             time.sleep(min(POLL_S, self._beat_s))
         return self._lost
 
     def _watch(self) -> None:
-        """Send heartbeats and watch for the others', until the run is over."""
+        """Send heartbeats and watch the other processes, until the run is over."""
         last: dict[int, tuple[object, float]]
         last = {i: (None, self._clock()) for i in range(self.count) if i != self.index}
         while not self._over.wait(self._beat_s):
@@ -250,7 +250,7 @@ class Processes:
                     return self._lose(f"process {index} {why}")
 
     def lose_first(self) -> None:
-        """Note the loss of process 0, after which calls of the store may not return."""
+        """Record the loss of process 0; calls of the store may not return afterwards."""
         self._has_store = False
         if not self._over.is_set():
             self._lose(f"{FIRST_IS_LOST}: it has ended, hangs, or cannot be reached")
@@ -274,17 +274,17 @@ class Processes:
 
     @property
     def store(self) -> Store:
-        """The store that all processes reach; alone there is none."""
+        """The store that all processes reach; a single process has no store."""
         assert self._given is not None, "alone there is nobody to tell"
         return self._given
 
     def _awaited(self, index: int, key: str, what: str, waiting: Callable[[], object]) -> bytes:
-        """Wait for a process's value while that one is alive; as they join, for `deadline_s`."""
+        """Wait for the value of a live process; before heartbeats start, for `deadline_s`."""
         since_s = self._clock()
         while True:
             if self._lost is not None:
                 raise self._lost
-            left = index in self._left  # before its last value is looked for
+            left = index in self._left  # read before its last value is looked for
             try:
                 return self.store.get(key, min(POLL_S, self._deadline_s))
             except TimeoutError:
@@ -298,7 +298,7 @@ class Processes:
 
 
 def _gathered(row: np.ndarray) -> np.ndarray:
-    """Return the rows of all processes, by a collective of the first device of each: it trains."""
+    """Return the rows of all processes, by a collective over the first, training device of each."""
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -311,7 +311,7 @@ def _gathered(row: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _mover(whole: Any) -> Any:
-    """The program that gathers, kept: one for each size of a row is compiled."""
+    """Return the cached gather program, which is compiled once for each row size."""
     import jax
 
     return jax.jit(lambda rows: rows, out_shardings=whole)
@@ -321,7 +321,7 @@ ALONE = Processes()
 
 
 def difference(tables: Sequence[Sequence[Sequence[str]]]) -> str:
-    """Return which processes' tables of (name, digest) differ from process 0's, and where."""
+    """Describe where tables of (name, digest) differ from the table of process 0."""
     first, result = tables[0], list[str]()
     for index, table in enumerate(tables):
         pairs = itertools.zip_longest(first, table, fillvalue=("nothing", ""))

@@ -1,4 +1,4 @@
-"""Ray for a run: a local one on loopback, or the cluster at `Cluster.address`; room for actors."""
+"""Ray for a run, on loopback or in the cluster at `Cluster.address`, and resources for actors."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from reprise.rl.runtime.waits import ROOT, ProgramLost
 
 
 class RayProblem(ProgramLost):
-    """Ray is missing, does not answer, or has no room; says what to do."""
+    """Ray is missing, does not answer, or lacks resources; the message says what to do."""
 
 
 class RayHandle:
-    """A `rl.cluster.actors.Handle` of a Ray actor; other actors may receive it."""
+    """A `rl.cluster.actors.Handle` of a Ray actor, which can be sent to other actors."""
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
 
     def submit(self, member: str, *args: Any) -> Future[Any]:
-        """Ray completes the future in a thread that may not call Ray."""
+        """Submit a call; Ray completes the future in a thread that must not call Ray."""
         import ray
 
         answer: Future[Any] = Future()
@@ -64,7 +64,7 @@ class Room:
     cpu_only: bool
 
     def start(self, index: int, concurrency: int, name: str) -> RayHandle:
-        """Start an actor in a bundle, of process `ray::name`, for so many methods at once."""
+        """Start an actor in a bundle, as process `ray::name`, with `concurrency` parallel calls."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -87,9 +87,9 @@ class Room:
 def reserve(
     count: int, setting: str, start_s: float, *, cpus: int = 1, devices: int = 0
 ) -> Iterator[Room]:
-    """Reserve room for `count` actors; `setting` requests them, in the message.
+    """Reserve resources for `count` actors; `setting` names their setting in the message.
 
-    Raises RayProblem unless there is room within `start_s`.
+    Raises RayProblem unless resources are free within `start_s`.
     """
     import ray
     from ray.util import placement_group, remove_placement_group
@@ -113,9 +113,9 @@ def reserve(
 
 @contextlib.contextmanager
 def open_ray(address: str | None, num_cpus: int, deadline_s: float) -> Iterator[str]:
-    """Start Ray on loopback, or join the cluster at `address`; leave it at the end.
+    """Start Ray on loopback, or join the cluster at `address`; shut down or leave at the exit.
 
-    Yields its address. Raises RayProblem if Ray is not installed, or does not answer in time.
+    Yields the address. Raises RayProblem if Ray is not installed, or does not answer in time.
     """
     options: dict[str, Any] = {"address": address}
     if address is None:
@@ -134,7 +134,7 @@ def open_ray(address: str | None, num_cpus: int, deadline_s: float) -> Iterator[
     with _environment():
         try:
             ray.init(log_to_driver=False, configure_logging=False, **options)
-        except Exception as error:  # Ray raises bare ones too, if its start takes too long
+        except Exception as error:  # Ray also raises bare exceptions if its start takes too long
             raise RayProblem(
                 f"expected Ray to {where}, and it does not: {_first_line(error)}"
             ) from error
@@ -146,7 +146,7 @@ def open_ray(address: str | None, num_cpus: int, deadline_s: float) -> Iterator[
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """Inside, programs that are started find this checkout; afterwards SIGTERM is as before."""
+    """Let started programs find this checkout; restore PYTHONPATH and SIGTERM at the exit."""
     handler, path = signal.getsignal(signal.SIGTERM), os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), path]))
     try:
@@ -161,9 +161,9 @@ def _environment() -> Iterator[None]:
 
 
 def _alone_on_this_host() -> None:
-    """Have a Ray that is imported later listen on loopback, with this run's token."""
+    """Make Ray, once imported, listen on loopback, with a token of this run."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # on Linux too: with it Ray resolves this host to loopback
+    # also on Linux, this setting makes Ray resolve this host to loopback
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"
@@ -199,7 +199,7 @@ def share(value: Any) -> Any:
 
 
 def fetch(references: Sequence[Any], limit_s: float) -> list[Any]:
-    """Return the values of `share`, each a ProgramLost if it is lost or late."""
+    """Return the values of references, with a ProgramLost for each lost or late value."""
     import ray
 
     if not ray.is_initialized():  # else Ray would start by itself

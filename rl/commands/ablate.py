@@ -1,8 +1,8 @@
 """`python -m rl.ablate --gin_file=FILE`: train every variant of a grid with every seed.
 
-FILE is a training configuration with an `Ablation` section. Each run is a process of
-`python -m rl.train` in a separate folder, one after the other; the same command resumes a grid that
-was stopped. `table.csv`, `table.md` and `figure.png` are written after every run.
+FILE is a training configuration with an `Ablation` section. Runs are processes of
+`python -m rl.train` in separate folders, started sequentially; the same command resumes a stopped
+grid. `table.csv`, `table.md` and `figure.png` are written after every run.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ PANELS = (  # (column, title, relative to the first variant)
 class AblationConfig:
     """The runs of a grid: every variant with every seed.
 
-    A variant is a name and its changes, like `("lenient", ("Reuse.mode='lenient:1'",))`; the others
-    are compared with the first. Each run has a folder in `directory`.
+    A variant is a name and its changes, like `("lenient", ("Reuse.mode='lenient:1'",))`; other
+    variants are compared with the first variant. Each run has a folder in `directory`.
     """
 
     EXAMPLES: ClassVar = {
@@ -136,10 +136,10 @@ class Cell:
 
 
 def cells(files: Sequence[str | Path], overrides: Sequence[str], directory: Path) -> list[Cell]:
-    """Return the runs of a grid, seed by seed: every variant has one run before any has two.
+    """Return the runs of a grid, seed by seed: every variant runs once before any runs twice.
 
-    Raises ConfigError, before anything runs, for a faulty variant or another configuration's
-    folder.
+    Raises ConfigError, before anything runs, for an invalid variant, or for the folder of another
+    configuration.
     """
     whole = load(AblationRun, files, overrides)
     if whole.run.directory:
@@ -171,7 +171,7 @@ def cells(files: Sequence[str | Path], overrides: Sequence[str], directory: Path
 
 
 def checked_examples(grid: Sequence[Cell]) -> int:
-    """Return the number of examples of the first variant; raise ConfigError for a faulty one."""
+    """Return the example count of the first variant; raise ConfigError for an invalid variant."""
     counts = []
     for cell in grid:
         if cell.seed == grid[0].seed:  # no check depends on the seed
@@ -183,24 +183,24 @@ def checked_examples(grid: Sequence[Cell]) -> int:
 
 
 def folder_name(name: str) -> str:
-    """Return the name of a variant's folder."""
+    """Return the folder name of a variant."""
     return re.sub(r"[^A-Za-z0-9.]+", "_", name).strip("_.") or "_"
 
 
 # --- results ----------------------------------------------------------------------------
 
-Spread = tuple[float, float]  # mean over seeds, sample deviation: nan for one seed
+Spread = tuple[float, float]  # mean over seeds, sample deviation (nan for one seed)
 Spreads = Mapping[str, Mapping[str, Spread]]  # by variant and column
 
 
 def read_cell(cell: Cell, num_examples: int) -> dict[str, float | str | int]:
-    """Return the run's row of the table, by `COLUMNS`; nan if a run has no such metric.
+    """Return the table row of a run, by `COLUMNS`; nan for metrics that the run does not have.
 
     Tokens and seconds are sums over all steps; the final reward is the mean over the last epoch.
     """
     every = read_metrics(cell.folder)
     rows = step_rows(every)
-    # dynamic sampling takes as many prompts as it needs
+    # dynamic sampling takes a varying number of prompts
     per_step = float(cell.config.rollout.prompts_per_step)
     prompts = [float(row.get("dynamic_sampling/generated_groups") or per_step) for row in rows]
     ends = np.cumsum(prompts)
@@ -231,7 +231,7 @@ def _total(rows: Sequence[Row], metric: str) -> float:
 
 
 def _last(rows: Sequence[Row], metrics: Sequence[str]) -> float:
-    """Return the newest value of the last of `metrics`."""
+    """Return the newest value of the last metric in `metrics`."""
     values = [row[name] for name in metrics[-1:] for row in rows if row.get(name) is not None]
     return float(values[-1]) if values else math.nan
 
@@ -242,7 +242,7 @@ def _mean(rows: Sequence[Row], metric: str) -> float:
 
 
 def reward_curves(done: Sequence[Cell]) -> dict[str, dict[int, float]]:
-    """Return each variant's mean rewards by step, over the seeds that have the step."""
+    """Return mean rewards by variant and step, over the seeds that have the step."""
     rewards: dict[str, dict[int, list[float]]] = {cell.name: {} for cell in done}
     for cell in done:
         for row in read_metrics(cell.folder):
@@ -262,7 +262,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def by_variant(rows: Sequence[Mapping[str, float | str | int]]) -> dict[str, dict[str, Spread]]:
-    """Return each variant's columns over its seeds, in the order of the rows."""
+    """Return the spread of each column by variant, over its seeds, in the order of the rows."""
     table: dict[str, dict[str, Spread]] = {}
     for name in dict.fromkeys(str(row["name"]) for row in rows):
         own = [row for row in rows if row["name"] == name]
@@ -273,7 +273,7 @@ def by_variant(rows: Sequence[Mapping[str, float | str | int]]) -> dict[str, dic
 def markdown(spreads: Spreads) -> str:
     """Return a table with a row per variant: mean ± deviation over seeds, and ratios to the first.
 
-    Columns without a value, or with zeros alone, are left out.
+    Columns without values, or with only zeros, are left out.
     """
     digits = {column: DIGITS.get(column, 4) for column in COLUMNS[2:]}
     shown = [
@@ -368,7 +368,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Stop:
-    """Stops the grid on `stop_signals`: the current run saves, and no other starts."""
+    """Stops the grid on `stop_signals`: the current run saves, and no other run starts."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -412,7 +412,7 @@ def _train(folder: Path, cell: Cell, stop: _Stop) -> int:
     replace_file(config, dump(cell.config))
     command = [sys.executable, "-m", "reprise.rl.train", f"--gin_file={config}"]
     command += ["--resume"] if cell.is_started else []
-    # in a separate session: a terminal would send it Ctrl-C as well
+    # in a separate session, since a terminal would also send it Ctrl-C
     with subprocess.Popen(command, start_new_session=True) as stop.child:
         if stop.requested:  # while it started
             stop.child.send_signal(signal.SIGTERM)
@@ -422,7 +422,7 @@ def _train(folder: Path, cell: Cell, stop: _Stop) -> int:
 
 
 def _write(folder: Path, grid: Sequence[Cell], num_examples: int) -> str:
-    """Write table and figure of the runs that are done; return the table."""
+    """Write table and figure of the finished runs; return the table."""
     done = [cell for cell in grid if cell.is_done]
     if not done:
         return "nothing is done yet"

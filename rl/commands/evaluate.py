@@ -5,9 +5,9 @@
     python -m rl.evaluate --run runs/tiny_cpu-1 --step best     the best one, or --step 100
     python -m rl.evaluate --run runs/tiny_cpu-1 --policy DIR    the same questions, other weights
 
-With --run, sets, reward and sampling are the run's, unless --gin.Eval.field=value changes them.
-Without Eval.sets the questions are from the run's tasks, generated from another seed than
-training's; questions that training has are left out.
+With --run, sets, reward and sampling come from the run, unless --gin.Eval.field=value changes them.
+Without Eval.sets the questions come from the tasks of the run, generated with another seed than in
+training; questions that training has are left out.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Evaluation:
-    """A checked command; `run` is None with --policy, `step` of None is the newest."""
+    """A checked command; `run` is None with --policy, `step` None means the newest step."""
 
     config: TrainConfig
     inputs: Inputs
@@ -76,7 +76,7 @@ class _Evaluation:
 
 
 def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Evaluation:
-    """Open and check every argument; touches no device."""
+    """Open and check every argument; touch no device."""
     run = Path(args.run) if args.run else None
     training, config = _configurations(run, args.gin_file, overrides)
     if run is None and not args.policy:
@@ -111,7 +111,7 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Evaluation:
 def _configurations(
     run: Path | None, files: Sequence[str], overrides: Sequence[str]
 ) -> tuple[TrainConfig | None, TrainConfig]:
-    """Return the run's configuration (None without --run), and the evaluation's."""
+    """Return the configurations of the run (None without --run) and of the evaluation."""
     if run is None:
         return None, load(TrainConfig, files or [DEFAULT_CONFIG], overrides)
     saved = run / CONFIG_FILE
@@ -187,7 +187,7 @@ def _respond(
 def _weights(
     job: _Evaluation, mesh: Any, show: Progress
 ) -> tuple[ModelConfig, Any, dict[str, Any]]:
-    """Return the policy's shape and parameters, and a record of their source."""
+    """Return the shape and parameters of the policy, and a record of their source."""
     import jax.numpy as jnp
 
     from reprise.models import hf
@@ -221,7 +221,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _origin(result: dict[str, Any]) -> str:
-    """Return a sentence on the source of the questions, and on those that training has seen."""
+    """Return a sentence on the source of the questions, and on questions seen in training."""
     text = f"generated from seed {result['seed']} (files as they stand)"
     seen = {name: row["seen_in_training"] for name, row in result["sets"].items()}
     if any(count is None for count in seen.values()):

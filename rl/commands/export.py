@@ -1,16 +1,16 @@
-"""`python -m rl.export RUN --output DIR`: a run's policy, or its drafter, as a Hugging Face folder.
+"""`python -m rl.export RUN --output DIR`: export a policy or drafter as a Hugging Face folder.
 
     python -m rl.export runs/own --output own-policy                the newest whole checkpoint
     python -m rl.export runs/own --step best --output own-policy    the best that was evaluated
     python -m rl.export policies/tiny --output tiny-bf16            a policy, as it is
     python -m rl.export runs/own --drafter --output own-drafter     the learned drafter
 
-A policy's folder has the weights (bfloat16, rounded once from the run's float32), the tokenizer
+A policy folder has the weights (bfloat16, rounded once from the float32 of the run), the tokenizer
 with its chat template, end tokens and sampling in generation_config.json, and a model card. A
-drafter's folder is in the layout of serving engines, which differ for the variants eagle and hass
-(--engine); of the run's and the drafter's checkpoints the one trained longest is exported. The run
-may be running, stopped or finished; it is only read. The policy that it started from must not have
-moved, unless named with --policy.
+drafter folder is in the layout of serving engines, which differ for the variants eagle and hass
+(--engine); the drafter comes from the checkpoint that was trained longest, of the run or of the
+drafter. The run may be running, stopped or finished; it is only read. The policy that the run
+started from must not have moved, unless --policy names its new folder.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the parser of the command's arguments."""
+    """Return the parser of the command arguments."""
     parser = argparse.ArgumentParser(
         prog=program("export"),
         description=__doc__,
@@ -81,7 +81,7 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def _export(args: argparse.Namespace) -> list[str]:
-    """Write a policy's folder; return the lines to print."""
+    """Write a policy folder; return the lines to print."""
     source, target = Path(args.source), Path(os.path.abspath(args.output))
     if args.engine != "sglang":
         raise ConfigError("--engine is of drafters: leave it out without --drafter")
@@ -139,7 +139,7 @@ def _export_policy(policy: Path, args: argparse.Namespace, target: Path, layout:
 
 
 def _export_drafter(args: argparse.Namespace) -> list[str]:
-    """Write a drafter's folder; return the lines to print."""
+    """Write a drafter folder; return the lines to print."""
     from reprise.rl.drafter_training import export as drafter_folder
     from reprise.rl.export import exports
 

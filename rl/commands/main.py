@@ -1,4 +1,4 @@
-"""`reprise COMMAND …`: the programs of this package under one name, as `python -m rl.COMMAND` is.
+"""`reprise COMMAND …`: the commands of this package, each also run by `python -m rl.COMMAND`.
 
 reprise train --gin_file=configs/tiny_cpu.gin
 reprise serve --policy policies/tiny
@@ -49,5 +49,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(*command: str) -> None:
-    """Run a command with the arguments of this process, and end it."""
+    """Run a command with the arguments of this process, then exit."""
     leave(main([*command, *sys.argv[1:]]))

@@ -1,11 +1,11 @@
-"""`python -m rl.preflight`: compile a configuration's programs for devices that need not be here.
+"""`python -m rl.preflight`: compile the programs of a configuration for devices that may be absent.
 
-It reports whether the run fits, which arrays stay on a device, and which program needs most,
-without the devices and without the policy's weights: a folder with config.json is enough, and the
-shipped configurations include theirs. Sizes of "auto" (Engine.slots, Engine.pages and
+The report says whether the run fits, which arrays stay on a device, and which program needs most,
+without the devices and without the policy weights: a folder with config.json is enough, and the
+shipped configurations include such folders. Sizes of "auto" (Engine.slots, Engine.pages and
 Trainer.micro_batch_tokens) are computed, and printed as lines of a configuration. Targets:
-v5p:2x2x4, v5e:4x4, v6e:4x4, h100:1x1x8 (slices, hosts, devices), cpu:8. The exit status is 0
-if the run fits, 2 if not, as for `python -m rl.train --dry_run`.
+v5p:2x2x4, v5e:4x4, v6e:4x4, h100:1x1x8 (slices, hosts, devices), cpu:8. The exit status is 0 if the
+run fits, 2 if not, as for `python -m rl.train --dry_run`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from reprise.rl.runtime.run_files import resolve_path
 from reprise.rl.settings.checks import check_sections
 from reprise.rl.settings.config import TrainConfig
 
-DEFAULT_CONFIG = "configs/tiny_cpu.gin"  # as of rl.train
+DEFAULT_CONFIG = "configs/tiny_cpu.gin"  # as in rl.train
 SHIPPED = Path("configs/real")  # shapes of published policies
 
 
@@ -73,9 +73,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def policy_shape(directory: str, gin_files: Sequence[str]) -> ModelConfig:
-    """Return the shape of a policy: of its folder, or of one of that name without weights.
+    """Return the shape of a policy, from its folder or from a folder of the same name.
 
-    The latter is next to a configuration's file, or in configs/real.
+    The latter has no weights, and is next to a configuration file or in configs/real.
     """
     policy, name = resolve_path(directory), Path(directory).name
     nearby = [resolve_path(file).parent / name for file in gin_files]
@@ -91,7 +91,7 @@ def _preflight(
 
     say(f"compiling for {target.count} devices of {target.name}: tracing the programs", sys.stderr)
     compile_for = targets.devices_of(target)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # libtpu's handler prints pages of stack
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # libtpu's handler prints pages of stack traces
     fitting = Fitting(
         target,
         compile_for,

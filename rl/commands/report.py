@@ -1,9 +1,9 @@
 """`python -m rl.report RUN...`: a report on one or several runs, as PNG and one HTML page.
 
-Of several runs it prints and shows the ratios to the first: seconds, tokens, rewards.
+For several runs, the command prints and shows ratios to the first run: seconds, tokens, rewards.
 
-It reads metrics.jsonl, samples.jsonl, eval_samples.jsonl, timeline.json and workers.jsonl of each
-run folder.
+The command reads metrics.jsonl, samples.jsonl, eval_samples.jsonl, timeline.json and workers.jsonl
+of each run folder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PAGE_FILE = "index.html"
 
 
 def pick_samples(samples: Sequence[Row], wanted: int) -> list[Row]:
-    """Pick at most `wanted` samples, evenly spread, the last one among them; -1 picks all."""
+    """Pick at most `wanted` evenly spread samples, including the last sample; -1 picks all."""
     total = len(samples)
     return [samples[total - 1 - index] for index in reversed(spread(total, wanted))]
 
@@ -39,7 +39,7 @@ def write_report(
 ) -> list[Path]:
     """Write the overview PNG, a PNG per panel, and the page; return their paths, page first.
 
-    Raises ReportError if the runs have nothing that can be drawn.
+    Raises ReportError if the runs have no metric that can be drawn.
     """
     images = report_plots.draw(runs, smooth_steps)
     if not images:
@@ -70,7 +70,7 @@ def write_report(
             for row in pick_samples(samples, max_samples)
         ],
     )
-    # A model may emit half a surrogate pair, which UTF-8 does not have.
+    # A model may emit half a surrogate pair, which UTF-8 cannot encode.
     folder.replace(PAGE_FILE, page.encode(errors="replace"))
     return written
 

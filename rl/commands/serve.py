@@ -4,8 +4,8 @@
     TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python your_loop.py
 
 Clients train low-rank adapters of the policy (`Policy.lora_rank` at most, by default 32) and sample
-from them. Checkpoints and records are in --folder: a server that starts again has them. Settings
-are a configuration's: sizes of prompts, responses and batches, and the mesh.
+from them. Checkpoints and records are in --folder, and a restarted server loads them. Settings are
+fields of a training configuration: sizes of prompts, responses and batches, and the mesh.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise ValueError for arguments that cannot be, before anything is loaded."""
+    """Raise ValueError for invalid arguments, before anything is loaded."""
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port: expected 0 to 65535, got {args.port}")
     if not 1 <= args.adapters <= 64:
@@ -81,7 +81,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Return a socket that has the port, which is refused until the server answers."""
+    """Return a socket bound to the port; clients are refused until the server listens."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -102,7 +102,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _hosts(host: str) -> tuple[str, ...] | None:
-    """Return the names that clients call the server by; None: any, since they have a key."""
+    """Return the host names that clients may use; None allows any, since clients have a key."""
     if not _is_loopback(host):
         return None
     return tuple(dict.fromkeys(["localhost", "127.0.0.1", "::1", host.lower()]))
@@ -137,7 +137,7 @@ def _open(args: argparse.Namespace, overrides: Sequence[str]) -> Any:
 
 
 def _serve(app: Any, sock: socket.socket, args: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM; the operation that runs is finished."""
+    """Serve until SIGINT or SIGTERM; the running operation is finished first."""
     import uvicorn
 
     from reprise.rl.server.connections import configured
@@ -148,7 +148,7 @@ def _serve(app: Any, sock: socket.socket, args: argparse.Namespace) -> int:
     say(f"serving {args.name or args.policy} at http://{host}:{port}; checkpoints in {args.folder}")
     say(f"clients: TINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY=tml-…")
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)  # uvicorn raises it again once it has stopped
+        signal.signal(number, lambda *_: None)  # uvicorn re-raises the signal once it has stopped
     server.run(sockets=[sock])
     say("stopped: checkpoints stay; models in training do not")
     return 0

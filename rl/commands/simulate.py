@@ -1,7 +1,7 @@
-"""`python -m rl.simulate`: a cluster's rollout under several schedulers, on a virtual clock.
+"""`python -m rl.simulate`: the rollout of a cluster under several schedulers, on a virtual clock.
 
-Real runs use the same schedulers; seconds come from a roofline or from a run's measurements, so all
-results are simulated. Writes `results.json` and `figure.png`.
+Real runs use the same schedulers; seconds come from a roofline or from the measurements of a run,
+so all results are simulated. Writes `results.json` and `figure.png`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     Device: TypeAlias = str
     Model: TypeAlias = str
     Policy: TypeAlias = str
-else:  # names in tables, known to a running program only
+else:  # names in tables, known only at run time
     Device, Model = Literal[tuple(ACCELERATORS)], Literal[tuple(MODELS)]
     Policy = Literal[POLICIES]
 
@@ -48,10 +48,10 @@ MAX_WORKERS = 64  # in a panel of the figure
 class SimulatedClusterConfig:
     """The workers: `devices_per_worker` devices hold one copy of `model`.
 
-    `profile` is the folder of a training run with several workers whose budget was `goodput`: a
-    worker is then as fast as its engine measured, and `device` and `model` do not count. With
-    `ranks_per_instance` above one a worker is a rank with separate requests and cache: that many
-    consecutive ones share a copy's experts.
+    `profile` is the folder of a training run with several workers and the budget `goodput`: a
+    worker is then as fast as the engine of that run measured, and `device` and `model` do not
+    count. With `ranks_per_instance` above one, a worker is a rank with separate requests and cache,
+    and `ranks_per_instance` consecutive workers share the experts of a copy.
     """
 
     profile: str | None = None
@@ -60,8 +60,8 @@ class SimulatedClusterConfig:
     workers: int = 8
     devices_per_worker: int = 1
     ranks_per_instance: int = 1
-    max_requests: int = 1024  # running on a worker at once
-    kv_tokens: int | None = None  # positions of a worker; None: as many as fit with the weights
+    max_requests: int = 1024  # running concurrently on a worker
+    kv_tokens: int | None = None  # positions of a worker; None: the most that fit with the weights
 
     def __post_init__(self) -> None:
         if min(self.workers, self.devices_per_worker, self.max_requests) < 1:
@@ -75,10 +75,10 @@ class SimulatedClusterConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SimulateConfig:
-    """The policies, compared with the first of them, on the same rollouts, one for each seed.
+    """The policies, compared with the first policy on the same rollouts, one rollout per seed.
 
-    `trace` is the folder of a training run: its step `trace_step` gives the lengths, times
-    `trace_scale`, instead of drawing them.
+    `trace` is the folder of a training run: its step `trace_step` provides the lengths, times
+    `trace_scale`, instead of drawn lengths.
     """
 
     policies: tuple[Policy, ...] = POLICIES
@@ -138,7 +138,7 @@ def make_cluster(config: SimulateRun) -> Cluster:
 
 
 def lengths_of_run(folder: str | Path, step: int, scale: float) -> np.ndarray:
-    """Return the tokens of the responses of a run's step, times `scale`; int [groups, size].
+    """Return the response tokens in a step of a run, times `scale`; int [groups, size].
 
     Raises ValueError if the run has no such step, or groups of several sizes.
     """
@@ -159,7 +159,7 @@ def lengths_of_run(folder: str | Path, step: int, scale: float) -> np.ndarray:
 
 
 def rollout_of(config: SimulateRun, seed: int) -> tuple[Workload, np.ndarray]:
-    """Return a seed's rollout, with drawn lengths or the configured run's."""
+    """Return the rollout of a seed, with drawn lengths or the lengths of the configured run."""
     workload, simulate = config.workload, config.simulate
     if simulate.trace is None:
         return workload, draw_lengths(workload, seed=seed)
@@ -175,7 +175,7 @@ def rollout_of(config: SimulateRun, seed: int) -> tuple[Workload, np.ndarray]:
 
 
 def play(config: SimulateRun) -> Iterator[tuple[Row, Record]]:
-    """Yield (row of the table, its record) of every policy on the rollout of every seed."""
+    """Yield (table row, record) of every policy on the rollout of every seed."""
     cluster = make_cluster(config)
     options: dict[str, Any] = {"chunk_tokens": config.simulate.chunk_tokens, "keep_samples": True}
     for seed in config.simulate.seeds:
@@ -249,9 +249,9 @@ def remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def figure(records: Mapping[str, Record], path: Path, title: str) -> None:
-    """Draw a panel of running requests by worker for each policy, and one of all positions held.
+    """Draw a panel of running requests by worker for each policy, and a panel of held positions.
 
-    A dashed line marks the start of the tail, a solid one the end.
+    A dashed line marks the start of the tail, a solid line the end.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -302,7 +302,7 @@ def grid(record: Record, until_s: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def positions_at(samples: Sequence[WorkerSample], times: np.ndarray) -> np.ndarray:
-    """Return one worker's positions, interpolated from each sample to the value it next reached."""
+    """Return the positions of a worker, interpolated from each sample to the next reached value."""
     knots = np.repeat([s.begin_s for s in samples], 2)
     values = np.array([x for s in samples for x in (s.reached_positions, s.positions)])
     return np.interp(times, knots, values, left=0.0)
@@ -312,7 +312,7 @@ def positions_at(samples: Sequence[WorkerSample], times: np.ndarray) -> np.ndarr
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse the command line, play and report it; return the exit code."""
+    """Parse the command line, simulate and report; return the exit code."""
     parser = config_parser("simulate", __doc__)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args, overrides = parse_command_line(parser, argv, SimulateRun)

@@ -1,9 +1,9 @@
 """`python -m rl.train`: train a policy on verifiable tasks.
 
-Without arguments it runs configs/tiny_cpu.gin. A run has one folder: config.gin (resolved, runs
-again as it is), metrics.jsonl, samples.jsonl, TensorBoard events, checkpoints, and at the end the
-policy as a Hugging Face folder, with its drafter if it learned one. Ctrl-C, SIGTERM and SIGHUP save
-the last whole step and exit with 75.
+Without arguments, the command runs configs/tiny_cpu.gin. A run has one folder: config.gin
+(resolved, can be run again), metrics.jsonl, samples.jsonl, TensorBoard events, checkpoints, and at
+the end the policy as a Hugging Face folder, with its drafter if the run has trained a drafter.
+Ctrl-C, SIGTERM and SIGHUP save the last whole step and exit with 75.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from reprise.rl.settings.inputs import Inputs, open_inputs
 from reprise.rl.settings.unused import unused_settings
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"
-_ROWS_AT_START = 64  # of the task, whose answers a run checks; --dry_run checks more
+_ROWS_AT_START = 64  # rows of the task with answers to check; --dry_run checks more
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
 def _checked(
     args: argparse.Namespace, overrides: Sequence[str]
 ) -> tuple[TrainConfig, TrainConfig | None, Path, Inputs]:
-    """Return a run's configuration, its configuration so far, its folder and inputs, all checked.
+    """Return configuration, configuration so far, folder and inputs of a run, all checked.
 
     Prints the changes and warnings. Raises ValueError, OSError or ImportError.
     """
@@ -123,7 +123,7 @@ def _checked(
 def _resolve(
     files: Sequence[str], overrides: Sequence[str], *, resume: bool
 ) -> tuple[TrainConfig, TrainConfig | None]:
-    """Return the configuration of the run, and a resumed run's configuration so far."""
+    """Return the configuration of the run, and the configuration so far of a resumed run."""
     config = load(TrainConfig, files or [DEFAULT_CONFIG], overrides)
     name = Path((files or [DEFAULT_CONFIG])[-1]).stem
     if resume:
@@ -148,7 +148,7 @@ def _resolve(
 
 
 def _refuse_open_sizes_of_several(config: TrainConfig) -> None:
-    """Raise ConfigError for sizes of "auto" if several processes would each find theirs."""
+    """Raise ConfigError for "auto" sizes that several processes would determine separately."""
     if config.open_sizes and config.cluster.kind != "local":
         raise ConfigError(
             f"{', '.join(config.open_sizes)}: expected numbers if Cluster.kind is "

@@ -5,13 +5,13 @@
 
 A trace is a run folder (its samples.jsonl; a run with Metrics.samples_per_step = -1 writes all
 responses) or a file of lines {"prompt_ids": [...], "response_ids": [...]} or {"prompt": ...,
-"completion": ...}. Texts are tokenized again, which may give other tokens than were drawn. The
-hidden states are --policy's: give the weights that the drafter will draft for.
+"completion": ...}. Texts are tokenized again, which may produce other tokens than were drawn. The
+hidden states come from --policy: give the weights that the drafter will draft for.
 
-A share of the prompts is held out; the drafter is evaluated on them before and after. OUT is a
-folder that serving engines read and runs start from (Drafter.directory); training can be continued
-from it the same way, with a new optimizer. Ctrl-C and SIGTERM save the drafter, then exit 75.
-Uses one device; from the section Drafter only the sizes of a step matter.
+A share of the prompts is held out; the drafter is evaluated on this share before and after
+training. OUT is a folder that serving engines read, and that runs and further training (with a new
+optimizer) start from (Drafter.directory). Ctrl-C and SIGTERM save the drafter, then exit with 75.
+Training uses one device; from the section Drafter only the sizes of a step matter.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from reprise.spec.eagle.files import Engine
 from reprise.spec.eagle.training_data import pack
 
 SAY_EVERY_STEPS = 50
-MIN_VALUE_BYTES = 2  # of the types of hidden states
+MIN_VALUE_BYTES = 2  # smallest size of a value in hidden states
 
 
 def main(argv: Sequence[str]) -> int:
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Training:
-    """A command whose arguments and inputs have been checked."""
+    """A command with checked arguments and inputs."""
 
     config: OfflineConfig
     policy: Path
@@ -129,7 +129,7 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Training:
     config = load(OfflineConfig, args.gin_file, overrides)
     out = Path(args.out).absolute()
     drafter_folder.check_target(out)
-    pack([], config.drafter.batch_rows, config.drafter.row_tokens)  # refuses rows that are short
+    pack([], config.drafter.batch_rows, config.drafter.row_tokens)  # raises for short rows
     policy, model, tokenizer = open_policy(args.policy)
     shape = shape_of(config.drafter, config.drafter_training, model)
     trace = drafter_traces.read([Path(p) for p in args.trace], model, tokenizer)
@@ -219,7 +219,7 @@ def _train(job: _Training, watch: Watch) -> int:
 
 def _open(job: _Training) -> tuple[OfflineTraining, Params]:
     """Load the policy and the drafter to start from."""
-    dtype = TrainerConfig().dtype  # as runs compute
+    dtype = TrainerConfig().dtype  # the dtype that runs compute in
     max_bytes = job.config.data_buffer.max_bytes
     sizes = _sizes_bytes(job.learned, job.shape, jnp.dtype(dtype).itemsize)
     offline.check_room(sizes, max_bytes)

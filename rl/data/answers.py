@@ -13,7 +13,7 @@ from reprise.rl.data import written_numbers
 
 
 def whole(text: str) -> str | None:
-    """Return all of the text."""
+    """Return the whole text."""
     return text.strip()
 
 
@@ -39,7 +39,7 @@ def boxed(text: str) -> str | None:
         if depth == 0:
             return text[start:position].strip()
         position += 1
-    return None  # cut off before it closed
+    return None  # cut off before the closing brace
 
 
 def answer_tag(text: str) -> str | None:
@@ -56,7 +56,7 @@ def hash_mark(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number by its value, `-$1,250.50` as -1250.5 (`rl.data.written_numbers`)."""
+    """Return the value of the last number: -1250.5 for `-$1,250.50` (`rl.data.written_numbers`)."""
     value = written_numbers.last(text)
     return None if value is None else written_numbers.to_text(value)
 

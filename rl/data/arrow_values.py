@@ -1,7 +1,7 @@
-"""Arrow columns as Python values: each is the number or text that it states.
+"""Arrow columns as Python values that are equal to the stored numbers and texts.
 
-The nearest Python type may state another one: 0.1 in single precision is 0.10000000149 as a
-float, and nanoseconds are cut off.
+The nearest Python type may differ: 0.1 in single precision is 0.10000000149 as a float, and
+nanoseconds are cut off.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def num_values(column: Any) -> int:
-    """Return how many values are nested in a column: nulls and repeated ones take no bytes."""
+    """Return the number of values nested in a column: nulls and repeated values take no bytes."""
     if not column.type.num_fields:
         return len(column)
     if hasattr(column, "chunks"):  # of a table
@@ -29,7 +29,7 @@ def num_values(column: Any) -> int:
 def values(column: Any) -> list[Any]:
     """Return the values of an array or of the chunks of a column; a map is a dict.
 
-    Raises ValueError, OverflowError or an ArrowException for values that Python cannot state.
+    Raises ValueError, OverflowError or an ArrowException for values that Python cannot represent.
     """
     import pyarrow
 
@@ -64,7 +64,7 @@ def values(column: Any) -> list[Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _is_plain(kind: Any) -> bool:
-    """Return whether `to_pylist` gives the values that a column of this type states."""
+    """Return whether `to_pylist` returns the exact values of a column of this type."""
     import pyarrow
 
     types = pyarrow.types
@@ -99,7 +99,7 @@ def _half_precision(column: Any) -> list[Any]:
 
 
 def _as_dict(entries: Any) -> dict[str, Any]:
-    """Return the entries of a map. Raises ValueError for a key that comes twice."""
+    """Return the entries of a map. Raises ValueError for a duplicate key."""
     keys, items = (values(part) for part in entries.flatten())
     result = {str(key): item for key, item in zip(keys, items, strict=True)}
     if len(result) != len(keys):
@@ -108,7 +108,7 @@ def _as_dict(entries: Any) -> dict[str, Any]:
 
 
 def _times(column: Any) -> list[Any]:
-    """Return times of nanoseconds, as text where Python's types would cut them off."""
+    """Return times in nanoseconds, as text if Python types would cut off digits."""
     import pyarrow
 
     kind, types = column.type, pyarrow.types

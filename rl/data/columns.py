@@ -1,6 +1,6 @@
-"""Rows of data files as prompts and answers: their columns and forms, by the first row.
+"""Rows of data files as prompts and answers, in columns and forms found from the first row.
 
-Found by default: text or messages in `prompt` or `messages`, verl's `reward_model.ground_truth`,
+Found by default: text or messages in `prompt` or `messages`, `reward_model.ground_truth` of verl,
 GSM8K and MATH.
 """
 
@@ -22,9 +22,9 @@ from reprise.rl.data.specs import MAX_PROMPT_CHARACTERS, Spec, check_text
 Row = Mapping[str, Any]
 
 _KEYS = ("prompt", "answer", "answer_extract", "split")
-_LAST_TURN = object()  # the answer is the assistant's turn at the end of the messages
+_LAST_TURN = object()  # the answer is the last turn, by the assistant
 _ABSENT = object()
-# Arguments of reward functions, which no data column may be named after.
+# Arguments of reward functions; data columns may not have these names.
 _RESERVED_COLUMNS = ("prompts", "completions", "completion_ids", "task")
 _SYNONYMS = {
     "prompt": ("question", "problem", "query", "instruction", "input", "messages", "text"),
@@ -37,7 +37,7 @@ _MAX_NAMES = 40  # of columns, in messages
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Columns, or paths `a.b`, of prompt and answer (or None); how the answer is extracted."""
+    """Columns, or paths `a.b`, of prompt and answer (or None), and the extraction of the answer."""
 
     prompt: str
     answer: Any
@@ -46,7 +46,7 @@ class Layout:
 
 
 def gsm8k_answer(text: str) -> str | None:
-    """Return the number after ####, without thousands separators; or the text that is there."""
+    """Return the number after ####, without thousands separators, or else the text after ####."""
     text = hash_mark(text) or ""
     number = written_numbers.read(text)
     return text or None if number is None else written_numbers.to_text(number)
@@ -65,7 +65,7 @@ PUBLISHED: Mapping[str, Layout] = {  # data sets by the kind of their specs
 
 
 def check_query(spec: Spec) -> None:
-    """Raise ValueError for keys and values that a spec of data files may not have."""
+    """Raise ValueError for query keys and values that a spec of data files may not have."""
     keys = ("split",) if spec.kind in PUBLISHED else _KEYS
     for key in spec.query:
         if key not in keys:
@@ -75,7 +75,7 @@ def check_query(spec: Spec) -> None:
 
 
 def find_layout(spec: Spec, first: Row) -> Layout:
-    """Return the layout of a spec's rows, given the first."""
+    """Return the layout of the rows of a spec, given the first row."""
     if spec.kind in PUBLISHED:
         return PUBLISHED[spec.kind]
     query = spec.query
@@ -93,7 +93,7 @@ def find_layout(spec: Spec, first: Row) -> Layout:
 
 
 def read_row(layout: Layout, row: Row, where: str) -> tuple[Prompt, str | None, dict[str, Any]]:
-    """Return a row's prompt, its answer, and its other columns."""
+    """Return the prompt, the answer and the other columns of a row."""
     answer: str | None
     prompt = read_prompt(_value(row, "prompt", layout.prompt, where), where)
     is_answered = not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
@@ -122,7 +122,7 @@ def read_row(layout: Layout, row: Row, where: str) -> tuple[Prompt, str | None, 
 
 
 def lookup(row: Row, path: str) -> Any:
-    """Return the value of a column, or of a path `a.b` into nested ones; _ABSENT without one."""
+    """Return the value of a column, or of a path `a.b` into nested columns; else _ABSENT."""
     if path in row:
         return row[path]
     value: Any = row
@@ -150,7 +150,7 @@ def _value(row: Row, key: str, path: str, where: str) -> Any:
 
 
 def _column_names(row: Row, before: str = "", depth: int = 0) -> Iterator[str]:
-    """Yield names of columns, and paths of nested ones."""
+    """Yield the names of columns, and the paths of nested columns."""
     for name, value in row.items():
         yield before + str(name)
         if isinstance(value, dict) and depth < 3:
@@ -174,9 +174,9 @@ def _answer(layout: Layout, row: Row, where: str) -> str | None:
 
 
 def number_text(value: int | float) -> str:
-    """Return a number as its text: `5.0` is `5`, since a hole makes a whole column float.
+    """Return a number as text: `5.0` is `5`, since a missing value makes a whole column float.
 
-    A float from 2**53 on may have lost digits and keeps the form (1e+16).
+    A float from 2**53 on may have lost digits and keeps its form (1e+16).
     """
     if isinstance(value, int) or abs(value) >= 2**53 or 0 < abs(value) < _MIN_PLAIN:
         return str(value)

@@ -1,7 +1,7 @@
 """Prompts of data rows: a text, or the turns of a conversation in the roles of chat templates.
 
-A conversation is a list of `{role, content}`, or of ShareGPT's `{from, value}`, or the JSON text of
-one. It ends with the user's turn, so that no answer of the data is shown to the policy.
+A conversation is a list of `{role, content}`, or of `{from, value}` as in ShareGPT, or the JSON
+text of such a list. Its last turn is by the user, so that the policy sees no answer of the data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from reprise.rl.data.specs import MAX_PROMPT_CHARACTERS, check_text
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
 Prompt = str | tuple[Message, ...]
 
-# The roles that templates of the supported models have, by the names that data files give them.
+# The roles in templates of the supported models, by their names in data files.
 # OpenAI's newer name of a system message is developer.
 ROLES: Mapping[str, str] = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -47,7 +47,7 @@ def read_prompt(value: Any, where: str) -> Prompt:
 
 
 def ends_with_answer(value: Any, where: str) -> bool:
-    """Return whether a column's value is a conversation that ends with the assistant's turn."""
+    """Return whether a column value is a conversation with a last turn by the assistant."""
     if isinstance(value, str) and (text := _messages_text(value)) is not None:
         value = _parsed(text, where)
     last = value[-1] if isinstance(value, list | tuple) and value else None
@@ -55,7 +55,7 @@ def ends_with_answer(value: Any, where: str) -> bool:
 
 
 def check_last_turn(prompt: Prompt, where: str) -> None:
-    """Raise ValueError unless a conversation ends with the user's turn."""
+    """Raise ValueError unless the last turn of a conversation is by the user."""
     if isinstance(prompt, str) or (prompt and prompt[-1]["role"] == "user"):
         return
     last = f"a turn of the {prompt[-1]['role']}" if prompt else "nothing before the answer"
@@ -63,16 +63,16 @@ def check_last_turn(prompt: Prompt, where: str) -> None:
 
 
 def prompt_key(prompt: Prompt) -> str:
-    """Return a key of a prompt without its case, white space and system message."""
+    """Return a key of a prompt that ignores case, white space and the system message."""
     turns = [{"content": prompt}] if isinstance(prompt, str) else prompt
     texts = [turn["content"] for turn in turns if turn.get("role") != "system"]
     return " ".join(" ".join(texts).split()).casefold()
 
 
 def _messages_text(text: str) -> str | None:
-    """Return the text if it is brackets around something that has roles and contents.
+    """Return the text if it is a bracketed value with roles and contents, else None.
 
-    A text that is quoted as a JSON string, as some exports are, counts without its quotes.
+    A text that is quoted as a JSON string, as some exports are, is returned without its quotes.
     """
     bare = text.strip()
     if len(bare) > 1 and bare[0] == bare[-1] == '"':
@@ -84,7 +84,7 @@ def _messages_text(text: str) -> str | None:
 
 
 def _parsed(text: str, where: str) -> Any:
-    """Return the list of messages that a text holds as JSON; ValueError for other brackets."""
+    """Return the list of messages that a JSON text holds. Raises ValueError for other texts."""
     expected = (
         "a conversation as a list of {role, content} messages, or as the JSON text of one "
         "(a question that looks like one needs a word before it)"
@@ -96,7 +96,7 @@ def _parsed(text: str, where: str) -> Any:
 
 
 def _role(item: Mapping[str, Any]) -> str | None:
-    """Return a message's role as templates name it; None if it is no role."""
+    """Return the role of a message as templates name it; None for an unknown role."""
     name = item.get("role") or item.get("from")
     return ROLES.get(name.strip().lower()) if isinstance(name, str) else None
 
@@ -130,7 +130,7 @@ def _unknown(name: str) -> str:
 
 
 def _part(part: Any, where: str) -> str:
-    """Return the text of a part of a message's content."""
+    """Return the text of a part of the content of a message."""
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__

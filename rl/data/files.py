@@ -1,4 +1,4 @@
-"""The files that a task's path names, sorted: a file, a folder, a pattern, or a saved data set.
+"""The files that a task path names, sorted: a file, a folder, a pattern, or a saved data set.
 
 Links to folders are followed if a path names them, never in a search.
 """
@@ -36,12 +36,13 @@ Files = tuple[str, tuple[Path, ...]]  # a format (a key of SUFFIXES), and the fi
 
 
 def find(target: str, split: str | None, formats: Sequence[str], skip: str = "") -> Files:
-    """Return the files of `target`, of one of the `formats`: the first that has any.
+    """Return the files of `target`, in the first of the `formats` that has files.
 
-    Without a `split`, a folder with files of several gives `train`. A search leaves out names with
-    `skip`. Raises FileNotFoundError or ValueError, which list the files that are there instead.
+    Without a `split`, a folder with files of several splits gives `train`. A search leaves out
+    names with `skip`. Raises FileNotFoundError or ValueError, which list the files that are present
+    instead.
     """
-    path = resolve_path(target)  # RuntimeError: no such user
+    path = resolve_path(target)  # RuntimeError for an unknown user
     if path.is_dir():
         return _in_folder(path, split, formats, skip)
     if not path.is_file():
@@ -60,7 +61,7 @@ def find(target: str, split: str | None, formats: Sequence[str], skip: str = "")
 
 
 def digest(paths: Sequence[Path]) -> str:
-    """Return a hash of names, sizes and contents; of a large file, of blocks spread over it."""
+    """Return a hash of names, sizes and contents; for a large file, of blocks spread over it."""
     block, blocks = 2**16, max(4, 1024 // max(1, len(paths)))
     result = hashlib.sha256()
     for path in paths:
@@ -105,7 +106,7 @@ def _matching(pattern: Path, split: str | None, skip: str) -> tuple[Path, ...]:
 
 
 def _expand(base: Path, parts: Sequence[str], skip: str) -> Iterator[Path]:
-    """Yield matches of `parts`, hidden names as in a shell; `**` is any folders, no links."""
+    """Yield matches of `parts`, hidden names as in a shell; `**` is any folders, without links."""
     num_seen, level = 0, [base]
     for number, part in enumerate(parts):
         following: list[Path] = []
@@ -132,7 +133,7 @@ def _expand(base: Path, parts: Sequence[str], skip: str) -> Iterator[Path]:
 
 
 def _sorted(paths: Iterable[Path], suffixes: tuple[str, ...] = ("",)) -> list[Path]:
-    """Return the files among `paths` with one of the suffixes."""
+    """Return the files among `paths` with one of the suffixes, sorted."""
     wanted = (path for path in paths if path.name.endswith(suffixes) and not path.is_dir())
     files = list(islice(wanted, MAX_FILES + 1))
     if missing := [path for path in files if not path.is_file()]:
@@ -148,7 +149,7 @@ def _sorted(paths: Iterable[Path], suffixes: tuple[str, ...] = ("",)) -> list[Pa
 def _select_split(
     paths: Sequence[Path], below: Path, split: str | None, is_named: bool = False
 ) -> tuple[Path, ...]:
-    """Return the files of a split; by default train's, or all if the user named the files."""
+    """Return the files of a split, by default `train`, or all files if the user named them."""
     names = {path: _split_name(path, below) for path in paths}
     splits = sorted({name for name in names.values() if name is not None})
     if split is None:
@@ -166,7 +167,7 @@ def _select_split(
 
 
 def _split_name(path: Path, below: Path) -> str | None:
-    """Return the split in the name of a file, or of a folder between."""
+    """Return the split in the name of a file, or of a folder between `below` and the file."""
     for part in reversed(path.relative_to(below).parts):
         for name in _parts(part):
             if name in _SPLIT_NAMES:
@@ -223,7 +224,10 @@ def _saved(folder: Path, split: str | None) -> tuple[Path, ...]:
 
 
 def _names(folder: Path, names: Any) -> list[str]:
-    """Check that `names` are of entries of the folder; a path could lead elsewhere."""
+    """Return `names` if all are plain entry names, since a path could lead elsewhere.
+
+    Raises ValueError otherwise.
+    """
     if not isinstance(names, list) or not names:
         raise ValueError(f"{folder}: expected names of splits or data files, got {names!r:.80}")
     for name in names:

@@ -10,11 +10,11 @@ import numpy as np
 from reprise.models.tokenizer import Tokenizer
 from reprise.rl.data.tasks import Example, Task, TaskConfig
 
-MAX_PASSED_OVER = 1000  # prompts in a row that are too long: hardly any would fit
+MAX_PASSED_OVER = 1000  # consecutive prompts that are too long: hardly any would fit
 
 
 class UnreadableExample(RuntimeError):
-    """An example that cannot be read, or encoded, during a run: its file has changed, perhaps."""
+    """An example that cannot be read or encoded during a run, perhaps because its file changed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +58,14 @@ def prompts_for_step(task: Task, order: DataOrder, cursor: int, count: int) -> t
 
 
 def encode_prompt(tokenizer: Tokenizer, example: Example, config: TaskConfig) -> tuple[int, ...]:
-    """Return the token ids of an example's prompt.
+    """Return the token ids of the prompt of an example.
 
-    System prompt (unless the example has one) and messages, the last one ending with the suffix
-    once: in the tokenizer's chat template if `Task.chat` says so, else joined by blank lines after
-    the tokens that the tokenizer puts before a text. A text in the template already is encoded as
-    it is.
-    Raises ValueError, which names the example, for a prompt without tokens, one that cannot be
-    encoded, for assistant turns without a template, and for messages with the template's marks.
+    The prompt is the system prompt (unless the example has one) and the messages, with the suffix
+    once at the end of the last message. These are rendered by the chat template of the tokenizer if
+    `Task.chat` says so, else joined by blank lines after the tokens that the tokenizer puts before
+    a text. A text that is already in the template is encoded unchanged. Raises ValueError, which
+    names the example, for a prompt without tokens, a prompt that cannot be encoded, assistant turns
+    without a template, and messages with marks of the template.
     """
     if is_rendered(tokenizer, example, config):
         return tuple(_encode_plainly(tokenizer, [{"role": "user", "content": str(example.prompt)}]))
@@ -95,7 +95,7 @@ def encode_prompt(tokenizer: Tokenizer, example: Example, config: TaskConfig) ->
 def is_rendered(tokenizer: Tokenizer, example: Example, config: TaskConfig) -> bool:
     """Return whether a prompt is a text that is in the chat template already.
 
-    Raises ValueError, which names the example, if settings would add to it.
+    Raises ValueError, which names the example, if settings would add to the text.
     """
     text = example.prompt
     uses_template = tokenizer.has_chat_template and config.uses_template(is_plain=True)
@@ -115,7 +115,7 @@ def is_rendered(tokenizer: Tokenizer, example: Example, config: TaskConfig) -> b
 
 
 def _check_marks(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> None:
-    """Raise ValueError for a message that would end its turn."""
+    """Raise ValueError for a message that would close its turn."""
     for message in messages:
         if marks := sorted(mark for mark in tokenizer.chat_marks if mark in message["content"]):
             raise ValueError(

@@ -1,6 +1,6 @@
-"""Procedural tasks from reasoning-gym: the safe ones, and their configuration by a spec.
+"""Procedural tasks from reasoning-gym: the safe tasks, and their configuration by a spec.
 
-Entry i is a function of (seed, i) alone, in every process; no scorer evaluates the model's text.
+Entry i is a function of (seed, i) only, in every process; no scorer evaluates text of the model.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any
 PREFIX = "reasoning_gym:"
 REVIEWED_VERSION = "0.1.25"
 
-# Each entry was reviewed in that version by reading its `score_answer` and everything it calls,
-# and by a probe that the tests repeat: the same seed gives the same entries, an entry's own answer
-# scores 1.0 (except base_conversion's of 0, which is empty: set min_value=1), and no garbage does.
-# By the base class's scorer: equality, or the share of the text that is the answer.
+# Each task was reviewed in that version by reading its `score_answer` and everything it calls, and
+# by a probe that the tests repeat: the same seed gives the same entries, the answer of an entry
+# scores 1.0 (except in base_conversion for 0, which is empty: set min_value=1), and garbage never.
+# Scored by the base class: equality, or the share of the text that is the answer.
 _EQUALITY = """
     acre aiw arc_1d base_conversion basic_arithmetic binary_alternation caesar_cipher count_bits
     count_primes course_schedule gcd largest_island lcm leg_counting letter_counting
@@ -35,7 +35,7 @@ _EQUALITY = """
     rotten_oranges simple_equations simple_geometry string_manipulation string_splitting
     string_synthesis syllogism word_sequence_reversal
 """.split()
-# By scorers that compare strings, words or letters, or read numbers by int, float, Decimal or json.
+# Scored by comparing strings, words or letters, or numbers read by int, float, Decimal or json.
 _OWN_SCORER = """
     ab calendar_arithmetic chain_sum circuit_logic color_cube_rotation cryptarithm
     decimal_arithmetic decimal_chain_sum dice family_relationships fraction_simplification
@@ -46,7 +46,7 @@ _OWN_SCORER = """
 """.split()
 SAFE_TASKS = tuple(sorted(_EQUALITY + _OWN_SCORER))
 
-# The form of answers that may be paid, if the task's own scorer accepts other text around them.
+# The form of answers that may be paid, if the scorer of the task accepts other text around them.
 _DECIMAL = r"[+-]?([0-9]{1,3}(,[0-9]{3})+|[0-9]+)(\.[0-9]*)?"
 _FRACTION = (
     r"(\$\s*)?(-?[0-9]+\s*/\s*[0-9]+|\\d?frac\s*\{\s*[0-9]+\s*\}\s*\{\s*[0-9]+\s*\})(\s*\$)?"
@@ -65,14 +65,14 @@ _FORMS: Mapping[str, re.Pattern[str]] = {
         "quantum_lock": r"[ABC](\s*(→|->|,)?\s*[ABC])*",
     }.items()
 }
-# These pay 1 or 0: their partial marks are for a part of the answer's text, or for the answer
+# These pay 1 or 0: their partial marks are for a part of the answer text, or for the answer
 # within other text.
 EXACT_TASKS = frozenset(_EQUALITY) | frozenset(
     "chain_sum fraction_simplification gsm_symbolic knights_knaves products spell_backward".split()
 )
 
 # The largest numbers that a spec may set. A field counts parts of a question or digits of a
-# number, unless it is listed: those are numbers in the question.
+# number; a field listed below is a number in the question.
 _MAX_COUNT = 1_000
 _MAX_BY_FIELD: Mapping[str, int] = {
     **dict.fromkeys("min_value max_value min_factor max_factor max_delta".split(), 10**12),
@@ -126,21 +126,21 @@ class Procedural:
     dataset: Any
 
     def entry(self, index: int) -> dict[str, Any]:
-        # decimal_arithmetic sets the thread's decimal precision: keep it from leaking.
+        # decimal_arithmetic sets the decimal precision of the thread: keep it from leaking.
         with decimal.localcontext(decimal.Context()):
             entry = self.dataset[index]
-        # No scorer listed reads the few metadata that are not JSON (gsm_symbolic's fractions).
+        # No listed scorer reads the few metadata that are not JSON (fractions of gsm_symbolic).
         return json.loads(json.dumps(entry, default=str))
 
     def score(self, answer: str, entry: Mapping[str, Any]) -> float:
-        """Score an extracted answer by the task's verifier: 0 to 1; 1 for right answers only."""
+        """Score an extracted answer by the task verifier: 0 to 1; only right answers get 1."""
         entry = dict(entry)
         form = _FORMS.get(self.name)
         if form is not None and not form.fullmatch(answer) and answer != entry["answer"]:
             return 0.0
-        if self.name == "spell_backward":  # reasoning-gym's sums up letters, past the word's end
+        if self.name == "spell_backward":  # reasoning-gym sums up letters, past the word
             return float(answer.lower() == entry["answer"].lower())
-        if self.name == "gsm_symbolic":  # reasoning-gym's misses signs and commas
+        if self.name == "gsm_symbolic":  # reasoning-gym misses signs and commas
             got, wanted = (decimal.Decimal(x.replace(",", "")) for x in (answer, entry["answer"]))
             return float(got == wanted)
         if self.name == "number_sorting":  # single quotes would send it to its eval fallback
@@ -158,7 +158,7 @@ class Procedural:
 def open_procedural(
     name: str, query: Mapping[str, str], seed: int = 0, size: int = 1
 ) -> Procedural:
-    """Open a task; `query` holds its config's fields as text. Raises ValueError, ImportError."""
+    """Open a task; `query` holds config fields as text. Raises ValueError, ImportError."""
     check_name(name)
     dataset_class, config_class = _registered(name)
     fields = typing.get_type_hints(config_class)
@@ -175,7 +175,7 @@ def open_procedural(
     # Entry i draws from Random(seed + i): close seeds would share almost all entries.
     spread_seed = int.from_bytes(hashlib.sha256(f"reprise {seed}".encode()).digest()[:4], "big")
     config = config_class(**{"size": size, **values, "seed": spread_seed})
-    try:  # the data set's constructor validates its config, by assertions
+    try:  # the constructor validates its config, by assertions
         return Procedural(name, dataset_class(config))
     except (AssertionError, ValueError) as error:
         shown = "&".join(f"{key}={value}" for key, value in query.items())
@@ -211,12 +211,12 @@ def _registered(name: str) -> tuple[type, type]:
     try:
         version = importlib.metadata.version("reasoning-gym")
         from reasoning_gym.factory import DATASETS
-    except ImportError as error:  # PackageNotFoundError is one
+    except ImportError as error:  # includes PackageNotFoundError
         raise ImportError(f"{PREFIX}{name} needs the package reasoning-gym: {hint}") from error
     finally:
         if is_late:
             del sys.modules["cellpylib"]
-    if version != REVIEWED_VERSION:  # another version's scorers may evaluate text
+    if version != REVIEWED_VERSION:  # scorers of other versions may evaluate text
         raise ImportError(
             f"{PREFIX}{name}: expected reasoning-gym {REVIEWED_VERSION}, whose scorers were "
             f"reviewed, got {version}: {hint}"

@@ -1,6 +1,6 @@
 """Rows of data files by number, without holding the files in memory.
 
-JSON lines are read at their offsets, parquet by row group (the last ones are cached), Arrow
+JSON lines are read at their offsets, parquet by row group (the latest groups are cached), Arrow
 files through a memory map. A row is plain JSON: text, finite numbers, lists, dicts.
 """
 
@@ -28,7 +28,7 @@ MAX_ROW_BYTES = 2**24  # of a line, or of a file with one JSON object
 MAX_ROW_VALUES = 2**21
 MAX_LIST_BYTES = 2**28  # of a file with a JSON list, which is held in memory as text
 MAX_LIST_ROWS = 2**22
-MAX_ROWS = 2**25  # of the files of a task, whose places are held in memory
+MAX_ROWS = 2**25  # of the files of a task; the places of rows are held in memory
 MAX_UNPACKED_BYTES = 2**30  # of a parquet row group, and of compressed Arrow data
 MAX_DEPTH = 100  # of nested lists and objects
 CACHE_BYTES = 2**29  # of unpacked row groups
@@ -47,7 +47,7 @@ class Part:
 
 
 class Rows:
-    """The rows of all parts in order, each checked when it is read."""
+    """The rows of all parts in order; each row is checked when it is read."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
@@ -92,7 +92,10 @@ def open_rows(form: str, paths: Sequence[Path]) -> Rows:
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """Return plain JSON: dates, decimals as text, NaN as None; ValueError for bytes, deep lists."""
+    """Return plain JSON, with dates and decimals as text, and NaN and infinities as None.
+
+    Raises ValueError for bytes and for lists that are nested too deeply.
+    """
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -114,7 +117,7 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def _json_lines(path: Path) -> Part:
-    """Return the lines of a file, without blank ones."""
+    """Return the lines of a file, without blank lines."""
     starts, numbers, start = array.array("q"), array.array("q"), 0
     with path.open("rb") as file:
         for number, line in enumerate(iter(partial(file.readline, MAX_ROW_BYTES + 1), b""), 1):
@@ -149,7 +152,7 @@ def _json_file(path: Path) -> Part:
 
 
 def _json_list(path: Path) -> Part:
-    """Return the rows of a file with one list, held as text: objects take 24 times that."""
+    """Return the rows of a file with one list, held as text: objects take 24 times the memory."""
     expected = "a list (write a longer one as JSON lines)"
     text = _read(path, MAX_LIST_BYTES, expected)
     try:
@@ -166,12 +169,12 @@ def _json_list(path: Path) -> Part:
     return Part(len(starts), read, where)
 
 
-# A string, or a sign of structure. Possessive: a string without an end is tried once.
+# A string, or a structural character. Possessive: a string without an end is tried once.
 _TOKENS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z)|[\[\]{},]', re.DOTALL)
 
 
 def _items(text: bytes) -> tuple[array.array[int], array.array[int]]:
-    """Return the starts and ends of the items of a JSON list. Raises ValueError."""
+    """Return the start and end offsets of the items of a JSON list. Raises ValueError."""
     starts, ends, depth, start = array.array("q"), array.array("q"), 0, 0
     for token in _TOKENS.finditer(text):
         sign, place = token[0], token.start()
@@ -201,7 +204,7 @@ def _holds_list(path: Path) -> bool:
 
 
 def read_json(path: Path, max_bytes: int, expected: str) -> Any:
-    """Parse a file. Raises ValueError for a larger one, and as `parse_json`."""
+    """Parse a file. Raises ValueError if it is larger than `max_bytes`, and as `parse_json`."""
     return parse_json(_read(path, max_bytes, expected), str(path), expected)
 
 
@@ -248,7 +251,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _arrow_part(
     path: Path, kind: str, first_row: int, num_rows: int, load: Callable[[], Any]
 ) -> Part:
-    """Return the rows of a batch or table; `first_row` is the number of its first in the file."""
+    """Return the rows of a batch or table; its first row has the number `first_row` in the file."""
 
     def read(index: int) -> Any:
         with _readable(path, kind):
@@ -275,7 +278,7 @@ def _arrow_part(
 
 
 def _each(columns: Mapping[str, Any], read: Callable[[Any], T], where: str) -> dict[str, T]:
-    """Read each column. Raises ValueError that names the one that cannot be read."""
+    """Read each column. Raises ValueError that names a column that cannot be read."""
     result = dict[str, T]()
     for name, column in columns.items():
         try:
@@ -293,7 +296,7 @@ def _reason(error: Exception) -> str:
 
 
 def _arrow_batches(path: Path) -> list[Part]:
-    """Return the batches of an Arrow file or stream, mapped into memory."""
+    """Return the batches of a memory-mapped Arrow file or stream."""
     parts, first_row = list[Part](), 0
     with _readable(path, "Arrow"):
         unpack.check_batches(path, MAX_UNPACKED_BYTES)
@@ -324,10 +327,10 @@ def _parquet_groups(paths: Sequence[Path]) -> list[Part]:
 
 
 class _GroupCache:
-    """The row groups that were read last, unpacked. Thread-safe."""
+    """The unpacked row groups that were read last. Thread-safe."""
 
     def __init__(self) -> None:
-        self._tables: dict[tuple[Path, int], Any] = {}  # the one used last at the end
+        self._tables: dict[tuple[Path, int], Any] = {}  # the group used last is at the end
         self._num_bytes = 0
         self._lock = threading.Lock()
 
@@ -351,7 +354,7 @@ def _pyarrow() -> Any:
 
 @contextlib.contextmanager
 def _readable(path: Path, kind: str) -> Iterator[None]:
-    """Turn errors about a file into a ValueError that names it."""
+    """Turn errors about a file into a ValueError that names the file."""
     try:
         yield
     except (_pyarrow().ArrowException, ValueError, OSError) as error:

@@ -22,7 +22,7 @@ _NAMED = re.compile(r"([A-Za-z][A-Za-z0-9_-]*)=(.*)", re.DOTALL)
 class Spec:
     """The parts of a spec, `kind:target?key=value&...` or `name=kind:...`."""
 
-    text: str  # all of it
+    text: str  # the whole spec
     name: str  # by default the text
     kind: str
     target: str
@@ -30,7 +30,7 @@ class Spec:
 
 
 def parse_spec(text: str) -> Spec:
-    """Parse a spec; raises ValueError for an unknown kind, a bad query or task name."""
+    """Parse a spec. Raises ValueError for an unknown kind, a bad query or a bad task name."""
     check_text(text, "a task", MAX_SPEC_CHARACTERS)
     named = _NAMED.fullmatch(text)
     name, source = named.groups() if named else (text, text)
@@ -54,7 +54,7 @@ def parse_spec(text: str) -> Spec:
 
 
 def check_text(text: str, where: str, max_characters: int) -> None:
-    """Raise ValueError for text that is too long, or not Unicode."""
+    """Raise ValueError for text that is too long, or is not valid Unicode."""
     if len(text) > max_characters:
         raise ValueError(
             f"{where}: expected at most {max_characters:,} characters, got {len(text):,}"

@@ -1,10 +1,10 @@
-"""Tasks by name: a spec string in, examples with prompts and answers out.
+"""Tasks by name: a spec string selects examples with prompts and answers.
 
     reasoning_gym:gcd?max_numbers=2&max_value=99     a seeded generator and its verifier
     jsonl:PATH?prompt=question&answer=solution       files, folders, globs: docs/data.md
-    NAME=jsonl:PATH                                  any of them, under a name
+    NAME=jsonl:PATH                                  any of these, under a name
 
-Invariant: a task is a pure sequence; `task[i]` depends on (spec, seed, i) alone.
+Invariant: a task is a pure sequence; `task[i]` depends only on (spec, seed, i).
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class Example:
     """One prompt and the data that scores a response to it.
 
     `example_id` is the same in every epoch and every resumed run. `columns` is JSON-able:
-    reasoning-gym's `metadata`, or the data file's other columns; reward functions receive them
-    with `answer` and `task` added. `task` is a name; `spec` opens the task (empty: `task` does).
+    `metadata` of reasoning-gym, or the other columns of the data file; reward functions receive
+    these columns with `answer` and `task` added. `task` is a name; `spec` opens the task (empty:
+    `task` does).
     """
 
     example_id: str
@@ -63,14 +64,14 @@ class TaskConfig:
     """Section `Task`: what to train on.
 
     A spec is `kind:target?key=value`, or `NAME=kind:…` to name the task. `size` counts the
-    generated examples of each procedural task. With `weights`, one per spec, each position of
-    the mixture draws its task with that probability; without, the mixture holds every example
-    of every task once. More than `stream_above_examples` examples are read, checked and
-    tokenized during the run, not before it. `chat` chooses the prompts for the tokenizer's chat
-    template, if it has one: `all` of them, a text as the user's message; only `messages`, and
-    texts unchanged; or `none`. `chat_template` is the path of a file with another template, which
-    the exported policy has too. The template receives `chat_template_kwargs`, for example
-    (("enable_thinking", False),), and prints `date` (YYYY-MM-DD) for the time.
+    generated examples of each procedural task. With `weights`, one per spec, each position of the
+    mixture draws its task with that probability; without `weights`, the mixture holds every example
+    of every task once. More than `stream_above_examples` examples are read, checked and tokenized
+    during the run, not before it. `chat` chooses the prompts for the chat template of the
+    tokenizer, if it has one: `all` prompts, with a text as a message of the user; only `messages`,
+    and texts unchanged; or `none`. `chat_template` is the path of a file with another template,
+    which the exported policy has too. The template receives `chat_template_kwargs`, for example
+    (("enable_thinking", False),), and prints `date` (YYYY-MM-DD) as the time.
     """
 
     specs: tuple[str, ...] = ("reasoning_gym:gcd",)
@@ -80,12 +81,12 @@ class TaskConfig:
     prompt_suffix: str = ""
     stream_above_examples: int = 20_000
     chat: Literal["all", "messages", "none"] = "all"
-    chat_template: str = ""  # the policy's own
+    chat_template: str = ""  # by default the template of the policy
     chat_template_kwargs: tuple[tuple[str, bool | int | float | str | None], ...] = ()
-    date: str = ""  # the day of a run's start, in UTC
+    date: str = ""  # by default the day of the start, in UTC
 
     def uses_template(self, *, is_plain: bool) -> bool:
-        """Return whether a prompt, plain text or messages, belongs into a chat template."""
+        """Return whether a prompt, plain text or messages, is rendered by a chat template."""
         return self.chat == "all" or (self.chat == "messages" and not is_plain)
 
     def __post_init__(self) -> None:
@@ -119,7 +120,7 @@ class TaskConfig:
 
 
 def open_task(spec: str, seed: int, size: int = 1000) -> Task:
-    """Open one task; raises ValueError or FileNotFoundError, which name spec, file and line."""
+    """Open one task. Raises ValueError or FileNotFoundError, which name spec, file and line."""
     parsed = parse_spec(spec)
     if parsed.kind == "reasoning_gym":
         return _ProceduralTask(parsed, seed, size)
@@ -133,22 +134,22 @@ def open_tasks(config: TaskConfig, seed: int) -> Task:
 
 
 def data_files(spec: str) -> tuple[Path, ...]:
-    """Return the files that a task is read from; none of a generated one."""
+    """Return the files that a task is read from; a generated task has no files."""
     parsed = parse_spec(spec)
     return () if parsed.kind == "reasoning_gym" else _find(parsed)[1]
 
 
 def data_digest(config: TaskConfig) -> str:
-    """Return a hash of the data files' names, sizes and contents."""
+    """Return a hash of the names, sizes and contents of the data files."""
     digests = (files.digest(data_files(spec)) for spec in config.specs)
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
 class Mixture:
-    """Several tasks as one, in an order fixed by the seed; a task that ends starts again."""
+    """Several tasks as one, in an order fixed by the seed; a task that is used up starts again."""
 
     def __init__(self, tasks: Sequence[Task], weights: Sequence[float], seed: int) -> None:
-        # Python promises only random() itself to draw the same in every version.
+        # Python promises the same draws in every version only for random() itself.
         rng = random.Random(f"reprise mixture {seed}")
         lengths = [len(task) for task in tasks]
         draws = np.array([rng.random() for _ in range(sum(lengths))])
@@ -226,7 +227,7 @@ class _FileTask:
             raise ValueError(f"{spec.text}: the data set is empty; expected at least one example")
         self._layout = find_layout(spec, self._rows[0])
         try:
-            self[0]  # reports a wrong column at once
+            self[0]  # reports a wrong column immediately
         except ValueError as error:
             if spec.kind not in PUBLISHED:
                 raise
@@ -253,5 +254,5 @@ def _find(spec: Spec) -> files.Files:
         return files.find(spec.target, split, (spec.kind,))
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{spec.text}: {error}") from error
-    except (RuntimeError, ValueError) as error:  # RuntimeError: no such user
+    except (RuntimeError, ValueError) as error:  # RuntimeError for an unknown user
         raise ValueError(f"{spec.text}: {error}") from error

@@ -1,6 +1,6 @@
-"""Nouns after a number: units, which do not count, and amounts, which do.
+"""Nouns after a number: units, which do not change its value, and amounts, which do.
 
-`5 km` and `3 apples` state 5 and 3; `5 million` states 5,000,000, and `3 halves` 1.5.
+`5 km` and `3 apples` are 5 and 3; `5 million` is 5,000,000, and `3 halves` is 1.5.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def without_unit(text: str, *, letters_are_units: bool) -> str:
         inner = _BARE_TEXT.sub(r" \1 ", match[2])
         amounts = _LEADING_AMOUNTS.match(inner)
         if amounts and _ends_with_power(amounts[0]) and inner[amounts.end() :].strip():
-            return text  # 36 squared units: 36 of them, or 36²
+            return text  # 36 squared units: 36 units, or 36²
         return match[1] + (f" {amounts[0].strip()}" if amounts else "")
     match = _plain_unit(letters_are_units).fullmatch(text) or _DEGREES.fullmatch(text)
     if match is None or _ends_with_power(match[1]):
@@ -109,7 +109,7 @@ def _plain_unit(letters_are_units: bool) -> re.Pattern[str]:
 
 
 def has_amount(text: str) -> bool:
-    """Return whether an amount follows a digit directly."""
+    """Return whether an amount directly follows a digit."""
     return _AMOUNT_AFTER_DIGIT.search(text) is not None
 
 
@@ -121,7 +121,8 @@ _AMOUNT_AFTER_DIGIT = re.compile(
 def times_amount(value: Fraction, noun: str) -> Fraction | None:
     """Return a number times the amount that follows; the same number if `noun` is a unit.
 
-    None if it may be one: `3 quarters` are three quarters or three coins, `5 half` is neither.
+    Returns None if `noun` is unclear: `3 quarters` are three quarters or three coins, `5 half` is
+    neither.
     """
     name = noun.lower()
     singular = _PLURALS.get(name, name)
@@ -137,7 +138,7 @@ def times_amount(value: Fraction, noun: str) -> Fraction | None:
 
 
 def is_scale(noun: str) -> bool:
-    """Return whether other amounts may follow: `5 hundred million`."""
+    """Return whether other amounts may follow, as in `5 hundred million`."""
     name = noun.lower()
     return _PLURALS.get(name, name) in _SCALES
 

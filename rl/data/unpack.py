@@ -1,7 +1,7 @@
 """Parquet row groups and Arrow files, unpacked in a child process (`models.child`).
 
 A page, a dictionary or a compressed batch of a few bytes can unpack to any size, and headers may
-claim another. The child has a limit of memory, and returns plain Arrow data, as long as it is.
+state a wrong size. The child has a memory limit, and returns plain Arrow data of the actual size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def row_group(path: Path, group: int, max_bytes: int) -> Any:
 
 
 def check_batches(path: Path, max_bytes: int) -> None:
-    """Raise ValueError for an Arrow file that unpacks to `max_bytes` more than its size."""
+    """Raise ValueError if an Arrow file unpacks to over `max_bytes` more than its size."""
     _unpacked(path, None, max_bytes)
 
 
@@ -68,7 +68,7 @@ def _prepare() -> Callable[[bytes], Iterable[bytes]]:
 
 
 def _answer(request: bytes) -> Iterator[bytes]:
-    """Yield the batches of a row group, and at last what went wrong, if anything."""
+    """Yield the batches of a row group, and finally the error or null, as JSON."""
     import pyarrow
 
     path, group, max_bytes = json.loads(request).values()

@@ -1,8 +1,8 @@
-r"""The reader of numbers as people write them, the only one for answers and responses.
+r"""The reader of numbers as people write them, used for all answers and responses.
 
 It knows signs (also `−`), currencies, thousands separators, `.25`, exponents (`1.5e3`,
 `6.02 \times 10^{23}`), powers, fractions, mixed numbers, percent signs and amounts (`5 million`).
-Values are exact. A form that people read in two ways, as `1,5` and `1.000.000`, has none.
+Values are exact. A form that people read in two ways, such as `1,5` and `1.000.000`, has no value.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from reprise.rl.data import units
 
 MAX_CHARACTERS = 1000  # of a text that is one number, and of the digits of a value
 _MAX_EXPONENT = 400
-_MAX_DECIMALS = 10**400  # denominators above it are written as fractions
+_MAX_DECIMALS = 10**400  # values with a larger denominator are written as fractions
 
 # --- spelling -----------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ _PERCENT = r"(?:%|percent(?:age)?(?![A-Za-z])|pct(?![A-Za-z]))"
 
 
 def read(text: str, *, letters_are_units: bool = True) -> Fraction | None:
-    """Return the number that a text consists of, with its unit if any; None for any other text.
+    """Return the number that a text consists of, possibly with a unit; None for other text.
 
     `letters_are_units` says whether `2m` is 2 metres or a product.
     """
@@ -113,7 +113,7 @@ def read(text: str, *, letters_are_units: bool = True) -> Fraction | None:
 def _whole(text: str) -> Fraction | None:
     """Return the number that a text without a unit consists of."""
     start = _START.match(text)
-    assert start is not None  # every part of it may be empty
+    assert start is not None  # every part of the pattern may be empty
     body = _BODY.match(text, start.end())
     signs = [part for part in start.group("text", "sign", "second") if part]
     if body is None or len(signs) > 1:
@@ -134,9 +134,9 @@ _END = re.compile(rf"\.?\s*(?:{_PERCENT}|{_CURRENCY}|dollars?|euros?|cents?)?\s*
 
 
 def last(text: str) -> Fraction | None:
-    """Return the last number of a text; None without one, or if that can be read in two ways.
+    """Return the last number of a text; None if it is missing or can be read in two ways.
 
-    Exponents of units and indices of variables (`18 cm^2`, `x_1`) are no numbers.
+    Exponents of units and indices of variables (`18 cm^2`, `x_1`) are not numbers.
     """
     text = _plain(text)
     for body in reversed(list(_BODY.finditer(text))):
@@ -147,7 +147,7 @@ def last(text: str) -> Fraction | None:
 
 
 def to_text(value: Fraction) -> str:
-    """Return the shortest decimal of a value, or a fraction: one text for each value."""
+    """Return the shortest decimal of a value, or a fraction; equal values have equal texts."""
     top, bottom = value.numerator, value.denominator
     places = max(_multiplicity(bottom, 2), _multiplicity(bottom, 5))
     if bottom > _MAX_DECIMALS or (10**places) % bottom:
@@ -166,7 +166,7 @@ def _multiplicity(number: int, prime: int) -> int:
 
 
 def _value(body: re.Match[str]) -> Fraction | None:
-    """Return the value of a form; None if it is too large, or no number."""
+    """Return the value of a form; None if it is too large, or not a number."""
     parts = {name: part for name, part in body.groupdict().items() if part is not None}
     if len(body[0]) > MAX_CHARACTERS:
         return None
@@ -197,7 +197,7 @@ def _decimal(text: str) -> Fraction:
 def _with_amounts(
     value: Fraction | None, text: str, end: int, has_currency: bool
 ) -> tuple[Fraction | None, int]:
-    """Return a value times the amounts that follow, and their end; None if it is unclear."""
+    """Return a value times the following amounts (None if unclear), and the end of the amounts."""
     if value is None:
         return None, end
     suffix = _SUFFIX.match(text, end)
@@ -214,7 +214,7 @@ def _with_amounts(
         if noun is None or not (units.is_amount(noun[1]) or noun[1].lower() in units.UNCLEAR):
             break
         if units.is_power(noun[1]) and _NOUN.match(text, noun.end()):
-            return None, end  # 36 squared units: 36 of them, or 36²
+            return None, end  # 36 squared units: 36 units, or 36²
         if (changed := units.times_amount(value, noun[1])) is None:
             return None, end
         value, end = changed, noun.end()
@@ -235,12 +235,12 @@ _NOUN = re.compile(r"[$*(){}\[\]]{0,3}[ -]{0,3}([^\W\d_]+)")  # also of `$5$ mil
 # --- in a sentence ------------------------------------------------------------------------
 
 _CONTEXT = 60  # characters around a number that decide its meaning
-# `_` of an index follows a name; others are emphasis, as in `_42_`.
+# The `_` of an index follows a name; any other `_` is emphasis, as in `_42_`.
 _INDEX = re.compile(r"(?:(?<=[^\d\s])\^|(?<=[A-Za-z0-9)}\]])_)\s?[{(]?\s?[-−+]?\Z")
 _GLUED = re.compile(r"[A-Za-z]\Z")  # m3, x2
 _COMMANDS = r"\\(?:sqrt|frac|dot|sin|cos|tan|log|ln|exp|binom|overline|bar|p?mod)"
 _SCALED = r"(?:dozen|hundred|thousand|lakh|million|crore|billion|trillion)s?"
-# Before digits that are only a part of a number, or no number by themselves.
+# Text before digits that are only a part of a number, or not a number by themselves.
 _PARTIAL = re.compile(
     # 1.000.000, 12:30, 1/2/3
     r"\d[.'_:·^]\Z|[\d)}] ?/ ?[({]?\s?[-−+]?\Z|(?<!\w)0[xXbo]\Z|\d ?[eE][-+−]?\Z"
@@ -258,8 +258,8 @@ _CONTINUED = re.compile(
     r"|[)}]\s?\^|[xX][0-9a-fA-F]{2}"
     rf"| ?(?:[{units.CJK_AMOUNTS}π√‰‱]|\\sqrt|\\frac)|.{{0,20}}\bbelow (?:zero|freezing)"
 )
-_LIST = re.compile(r"(?<![\d.,])\d{1,2}(?:,\d{1,2})+,\Z")  # 1,2,3 is no number
-_LAKHS = re.compile(r"(?<![\d.,])\d{1,2}(?:,\d\d)+,\Z")  # 1,00,000 may be one
+_LIST = re.compile(r"(?<![\d.,])\d{1,2}(?:,\d{1,2})+,\Z")  # 1,2,3 is not a number
+_LAKHS = re.compile(r"(?<![\d.,])\d{1,2}(?:,\d\d)+,\Z")  # 1,00,000 may be a number
 _MONEY_BEFORE = re.compile(rf"{_CURRENCY}\s?\Z", re.IGNORECASE)
 _MINUS_BEFORE = re.compile(r"([-+−—])(\s{0,3})\Z")
 _TEXT_MINUS = re.compile(r"(?:(\w+|[^\w\s]) *)?\b(minus|negative)\s+\Z", re.IGNORECASE)
@@ -267,7 +267,7 @@ _STATING = "is are was be to of at equals equal give gives get gets answer or an
 
 
 def _in_sentence(body: re.Match[str], before: str, text: str) -> Fraction | None:
-    """Return the value of a number with the text around it; None if that is unclear."""
+    """Return the value of a number, given the text around it; None if that is unclear."""
     after = text[body.end() : body.end() + _CONTEXT]
     if _PARTIAL.search(before) or _CONTINUED.match(after):
         return None
@@ -288,7 +288,7 @@ def _in_sentence(body: re.Match[str], before: str, text: str) -> Fraction | None
 
 
 def _is_continuation(body: re.Match[str], before: str, after: str) -> bool:
-    """Return whether a number may be the rest of another one: 3 and 1/2, 1  000, 5 • 10^3."""
+    """Return whether a number may continue another number: 3 and 1/2, 1  000, 5 • 10^3."""
     is_power_of_ten = body["decimal"] == "10" and len(body[0]) > 2
     is_part = body["top"] is not None or body["g3"] is not None or body["g5"] is not None
     is_group = len(body[0]) == 3 and body[0].startswith("0")
@@ -302,7 +302,7 @@ def _is_continuation(body: re.Match[str], before: str, after: str) -> bool:
 
 
 def _factor(before: str) -> int | None:
-    """Return the sign of a number by the text before it; None if that is unclear."""
+    """Return the sign of a number, given the text before it; None if that is unclear."""
     inside = before if _MINUS_BEFORE.search(before) else _MONEY_BEFORE.sub("", before)
     if (match := _MINUS_BEFORE.search(inside)) is None:
         return _factor_in_text(inside)

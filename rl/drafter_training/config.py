@@ -1,4 +1,4 @@
-"""Settings of a run's learned drafter: its shape, its search, and when it is trained."""
+"""Settings of the learned drafter of a run: its shape, its search, and when it is trained."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from reprise.spec.eagle.config import DrafterTrainingConfig, EagleConfig, TreeCo
 class DrafterConfig:
     """A drafter that is trained online, if `Speculation.sources` has `learned`.
 
-    It starts from the folder `directory` (as `rl.export --drafter` writes), or from random weights
-    over the `draft_vocab_size` most frequent tokens of the prompts (0: over all tokens).
-    It searches `max_depth` levels of `top_k` nodes; `proposal` is `likeliest` or `shared_noise`
-    (`spec.eagle.drafter`).
+    Training starts from the folder `directory` (as `rl.export --drafter` writes), or from random
+    weights over the `draft_vocab_size` most frequent tokens of the prompts (0: over all tokens).
+    The drafter searches `max_depth` levels of `top_k` nodes; `proposal` is `likeliest` or
+    `shared_noise` (`spec.eagle.drafter`).
 
-    With `spot`, idle workers train it once `min_idle_workers` are idle; it also trains for
+    With `spot`, idle workers train the drafter once `min_idle_workers` are idle; it also trains for
     `steps_after_rollout` steps after each rollout. A step is `micro_batches` of `batch_rows` rows
-    of `row_tokens`; a worker that gets requests finishes at most its micro-batch. Rollouts use the
-    new weights every `swap_every_steps` and after each rollout; they are saved every
+    of `row_tokens`; a worker that gets requests finishes at most its current micro-batch. Rollouts
+    use the new weights every `swap_every_steps` and after each rollout; the weights are saved every
     `checkpoint_every_steps`.
     """
 

@@ -17,11 +17,11 @@ from reprise.spec.eagle.config import EagleConfig
 from reprise.spec.eagle.files import Engine
 from reprise.spec.eagle.model import EagleWeights
 
-SGLANG, VLLM = "SGLang 0.5.6 to 0.5.23", "vLLM 0.32"  # whose sources the layout follows
+SGLANG, VLLM = "SGLang 0.5.6 to 0.5.23", "vLLM 0.32"  # the layout follows their sources
 
 
 def check_target(folder: Path) -> None:
-    """Raise ValueError if `folder` holds anything but a drafter that was exported here."""
+    """Raise ValueError if `folder` holds anything but a drafter that this module exported."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not folder.is_dir():
@@ -45,7 +45,7 @@ def write(
 ) -> str:
     """Write a drafter of the policy `model` with the tokenizer, and return a description.
 
-    `policy`'s embedding and head are copied for serving engines, unless it is None.
+    The embedding and head of `policy` are copied for serving engines, unless it is None.
     """
     eagle_files.save(folder, drafter, model, policy, variant=variant, engine=engine)
     copy_files(tokenizer, folder)
@@ -57,7 +57,7 @@ def write(
 
 
 def engines(config: EagleConfig, engine: Engine) -> str:
-    """Return which serving engines load a drafter's folder, by their versions."""
+    """Return which serving engines load the folder of a drafter, with their versions."""
     if config.design == "eagle3":
         if len(config.feature_layers) != 3:
             return "no engine loads it: the policy has fewer than four layers"
@@ -70,7 +70,7 @@ def engines(config: EagleConfig, engine: Engine) -> str:
 
 
 def start_command(folder: Path, gin_file: Path | None = None) -> str:
-    """Return the command of a run that starts from the drafter, with a run's config if given."""
+    """Return the command of a run that starts from the drafter, with a config file if given."""
     command = program("train").split()
     if gin_file is not None:  # the new run gets a new folder
         command += [f"--gin_file={gin_file}", "--gin.Run.directory=None"]

@@ -1,8 +1,8 @@
 """Training of a drafter without rollouts, on recorded sequences, on the default device.
 
-The buffer has one chunk of the trace at a time in place of rollouts. The policy's hidden states
-come from packed rows: sequences of similar lengths share them, and responses to one prompt share it
-(rl.records.packing).
+The buffer holds one chunk of the trace at a time in place of rollouts. The hidden states of the
+policy come from packed rows: sequences of similar lengths share rows, and responses to one prompt
+share the prompt (rl.records.packing).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from reprise.spec.eagle.model import EagleParams, EagleWeights, SharedParams
 from reprise.spec.eagle.training_data import DataBuffer, DrafterBatch, HiddenStates, pack
 
 T = TypeVar("T")
-PASS_TOKENS = 8192  # of a forward pass, or one sequence
+PASS_TOKENS = 8192  # of a forward pass, unless a sequence is longer
 LEAST_ROW_TOKENS = 256  # rows have this many tokens, or twice, four times, ...
 PLANNED_PASSES = 8  # sequences are laid out for this many passes at a time
 
@@ -65,7 +65,7 @@ def hidden_of(
     drafter: EagleConfig,
     dtype: Any,
 ) -> Iterator[HiddenStates]:
-    """Yield each sequence once with its states in `dtype`, in the order of the passes."""
+    """Yield each sequence once with its hidden states in `dtype`, in the order of the passes."""
     options = {"config": model, "feature_layers": drafter.feature_layers, "dtype": np.dtype(dtype)}
     for some, rows, shape in _passes(responses):
         layout = packing.lay_out(some, rows, shape)
@@ -83,13 +83,13 @@ def hidden_of(
 
 
 def num_bytes(response: Response, drafter: EagleConfig, value_bytes: int) -> int:
-    """Return a sequence's size in a buffer, with states of `value_bytes` a value."""
+    """Return the size of a sequence in a buffer, with `value_bytes` per value of its states."""
     n = num_tokens(response)
     return 4 * n + (n - 1) * drafter.hidden_width * value_bytes
 
 
 def check_room(sizes_bytes: Sequence[int], max_bytes: int) -> None:
-    """Raise ValueError if a sequence does not fit the buffer by itself."""
+    """Raise ValueError if a single sequence does not fit into the buffer."""
     if (largest := max(sizes_bytes)) > max_bytes:
         raise ValueError(
             f"expected DataBuffer.max_bytes of at least {largest:,}, which the longest sequence "
@@ -100,7 +100,7 @@ def check_room(sizes_bytes: Sequence[int], max_bytes: int) -> None:
 def chunks(
     responses: Sequence[Response], sizes_bytes: Sequence[int], max_bytes: int, seed: int, epoch: int
 ) -> Iterator[list[Response]]:
-    """Yield all sequences once, in the epoch's order, in parts of at most `max_bytes`."""
+    """Yield all sequences once, in the order of the epoch, in parts of at most `max_bytes`."""
     check_room(sizes_bytes, max_bytes)
     chunk, filled = list[Response](), 0
     for i in np.random.default_rng([seed, epoch]).permutation(len(responses)).tolist():
@@ -113,7 +113,7 @@ def chunks(
 
 
 def _passes(responses: Sequence[Response]) -> Iterator[tuple[list[Response], list[Row], Shape]]:
-    """Yield each pass's rows, with the sequences that they refer to."""
+    """Yield the rows of each pass, with the sequences that the rows refer to."""
 
     def row_tokens(response: Response) -> int:
         return bucket(num_tokens(response) - 1, LEAST_ROW_TOKENS)
@@ -129,7 +129,7 @@ def _passes(responses: Sequence[Response]) -> Iterator[tuple[list[Response], lis
 
 
 def runs(items: Iterable[T], size: Callable[[T], int], size_limit: int) -> Iterator[list[T]]:
-    """Yield runs of consecutive items whose sizes come to `size_limit`; the last may be smaller."""
+    """Yield runs of consecutive items that reach `size_limit`; the last run may be smaller."""
     run, filled = list[T](), 0
     for item in items:
         run.append(item)
@@ -142,12 +142,12 @@ def runs(items: Iterable[T], size: Callable[[T], int], size_limit: int) -> Itera
 
 
 HiddenOf = Callable[[Sequence[Response]], Iterator[HiddenStates]]
-EVALUATED_STEPS = 8  # held-out sequences are packed for this many steps' tokens at a time
+EVALUATED_STEPS = 8  # held-out sequences are packed in runs of the tokens of this many steps
 
 
 @dataclasses.dataclass(frozen=True)
 class OfflineConfig:
-    """A drafter, its training, and how much of the trace's hidden states the host keeps."""
+    """Settings of a drafter, of its training, and of the host buffer for hidden states."""
 
     drafter: DrafterConfig
     drafter_training: DrafterTrainingConfig
@@ -155,7 +155,7 @@ class OfflineConfig:
 
     @property
     def step_tokens(self) -> int:
-        """Most tokens of a step."""
+        """The maximum number of tokens of a step."""
         return self.drafter.micro_batches * self.drafter.batch_rows * self.drafter.row_tokens
 
 
@@ -174,7 +174,7 @@ def evaluated(
 
 
 class OfflineTraining:
-    """Training of `start` for a policy with the weights `params`, in the policy's dtype."""
+    """Training of `start` for a policy with the weights `params`, in the dtype of the policy."""
 
     def __init__(
         self,
@@ -217,10 +217,10 @@ class OfflineTraining:
         should_stop: Callable[[], bool],
         on_step: Callable[[int, dict[str, float]], None],
     ) -> int:
-        """Train up to `num_steps` in all, fewer if stopped; return the steps trained.
+        """Train until step `num_steps`, or until stopped; return the number of steps trained.
 
-        If hidden states do not fit `DataBuffer.max_bytes`, a chunk is trained on for its tokens'
-        steps.
+        If the hidden states do not fit into `DataBuffer.max_bytes`, each chunk is trained on for
+        the number of steps that its tokens fill.
         """
         trainer = self.trainer
         for visit, chunk in enumerate(self._visits(responses)):
@@ -259,7 +259,7 @@ class OfflineTraining:
             yield from chunks(responses, sizes, max_bytes, self._seed, epoch)
 
     def _fill(self, chunk: Sequence[Response], visit: int, should_stop: Callable[[], bool]) -> bool:
-        """Replace the buffer's contents by a chunk; return False if stopped."""
+        """Replace the contents of the buffer by a chunk; return False if stopped."""
         buffer = self.trainer.buffer
         buffer.drop_before(visit)
         self.trainer.begin(visit)

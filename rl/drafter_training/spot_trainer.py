@@ -1,10 +1,10 @@
-"""Spot training: in a rollout's long tail, idle workers train the drafter on their devices.
+"""Spot training: in the long tail of a rollout, idle workers train the drafter on their devices.
 
     worker has no request left ─→ idle ─→ sched.policies.spot_training: lead, follow, or wait
                                             │
-                          units of rl.drafter_training.trainer, one after the other
+                          units of rl.drafter_training.trainer, one at a time
                                             │
-    a request comes, or the rollout ends ─→ busy, after the current unit
+    a request comes, or the rollout is over ─→ busy, after the current unit
 
 Source: TLT section 4.2.
 """
@@ -33,7 +33,7 @@ class Span:
     ended_s: float
 
 
-# the context of units on a worker's devices, with the rollout's policy weights
+# the context of units on the devices of a worker, with the policy weights of the rollout
 MakeContext = Callable[[ModelRunner, Params], TrainContext]
 
 
@@ -66,7 +66,7 @@ class SpotTrainer:
             self._contexts.clear()
 
     def rollout_began(self) -> None:
-        """Start a rollout, once its requests are assigned, unless the last one still runs."""
+        """Start a rollout, once its requests are assigned, unless the last rollout still runs."""
         with self._lock:
             self._states.rollout_began()
 
@@ -80,14 +80,14 @@ class SpotTrainer:
             self._states.joined(worker_id)
 
     def lost(self, worker_id: int, *, hangs: bool = False) -> None:
-        """Remove a worker; one that `hangs` may hold a micro-batch of the current step."""
+        """Remove a worker; if it `hangs`, it may hold a micro-batch of the current step."""
         with self._lock:
             if hangs and self._states.leads(worker_id) is not None:
                 self.trainer.abandon()
             self._states.lost(worker_id)
 
     def spare(self, worker_id: int, runner: ModelRunner) -> bool:
-        """Do one unit for a worker without requests; return False if there is none for it."""
+        """Run one unit on a worker without requests; return False if it has no unit to run."""
         with self._lock:
             if not self._states.is_idle(worker_id):
                 self._states.idle(worker_id)
@@ -107,12 +107,12 @@ class SpotTrainer:
         return True
 
     def dismiss(self) -> None:
-        """Remove all workers, whose threads have ended."""
+        """Remove all workers after their threads have exited."""
         for worker_id in self._states.workers:
             self.lost(worker_id)
 
     def busy(self, worker_id: int) -> None:
-        """Note that a worker, which may have been idle, has requests again."""
+        """Record that a worker, which may have been idle, has requests again."""
         with self._lock:
             if self._states.is_idle(worker_id):
                 self._states.work_arrived(worker_id)

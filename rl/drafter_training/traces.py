@@ -3,11 +3,11 @@
 A line is an object of one of two kinds:
 
     {"prompt_ids": [...], "response_ids": [...]}      tokens, with the end token
-    {"prompt": "...", "completion": "..."}            texts, as in a run's samples.jsonl
+    {"prompt": "...", "completion": "..."}            texts, as in samples.jsonl of a run
 
 Texts are tokenized again, prompt and completion separately. A completion with `finish_reason`
-"stop" gets the policy's first end token, unless it has its `num_tokens` without one: then a stop
-string ended it. Other columns are ignored.
+"stop" gets the first end token of the policy, unless it has `num_tokens` tokens without the end
+token, which means that it stopped at a stop string. Other columns are ignored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MIN_TOKENS = 3  # an entry of training spans three tokens
 
 @dataclasses.dataclass(frozen=True)
 class DrafterTraces:
-    """Usable sequences, the numbers left out, and how many were texts."""
+    """Usable sequences, the numbers of sequences left out, and the number of texts."""
 
     responses: tuple[Response, ...]
     too_long: int
@@ -42,16 +42,17 @@ class DrafterTraces:
 
 
 def num_tokens(response: Response) -> int:
-    """Return the tokens of prompt and response together."""
+    """Return the number of tokens of prompt and response together."""
     return len(response.prompt_ids) + len(response.tokens)
 
 
 def read(paths: Sequence[Path], model: ModelConfig, words: Tokenizer) -> DrafterTraces:
-    """Read the sequences of .jsonl files and of run folders' samples.jsonl, in their order.
+    """Read the sequences of .jsonl files, and of samples.jsonl in run folders, in their order.
 
-    Sequences longer than the policy's positions, shorter than three tokens, and without prompt or
-    response are left out; a torn last line is ignored. Raises FileNotFoundError for a missing file,
-    and ValueError for damaged lines, tokens that the policy does not have, and if nothing is left.
+    Sequences longer than the positions of the policy, shorter than three tokens, and without prompt
+    or response are left out; a torn last line is ignored. Raises FileNotFoundError for a missing
+    file, and ValueError for damaged lines, for tokens that the policy does not have, and if nothing
+    is left.
     """
     groups, responses = dict[tuple[int, ...], int](), list[Response]()
     too_long = too_short = num_texts = 0
@@ -82,10 +83,11 @@ def read(paths: Sequence[Path], model: ModelConfig, words: Tokenizer) -> Drafter
 def hold_out(
     responses: Sequence[Response], share: float, seed: int
 ) -> tuple[list[Response], list[Response]]:
-    """Split into (training, held-out) sequences, the latter with at least `share` of the tokens.
+    """Split into (training, held-out) sequences.
 
-    Whole prompts are held out, at least one is left for training; with a single prompt, responses
-    are. Raises ValueError for fewer than two sequences.
+    Whole prompts are held out until they have `share` of the tokens, but at least one prompt is
+    left for training; with a single prompt, responses are held out. Raises ValueError for fewer
+    than two sequences.
     """
     if not share:
         return list(responses), []
@@ -122,7 +124,7 @@ def _file(path: Path) -> Path:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (file and line, object) of each line, except for blank ones and a torn last one."""
+    """Yield (file and line, object) of each line, except for blank lines and a torn last line."""
     with open(path, "rb") as file:
         lines = iter(partial(file.readline, MAX_LINE_BYTES), b"")
         for number, line in enumerate(lines, start=1):

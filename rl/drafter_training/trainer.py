@@ -1,11 +1,11 @@
-"""Training of the run's drafter, in units between which a worker can stop.
+"""Training of the drafter of a run, in units between which a worker can stop.
 
 A step is the gradients of a few micro-batches, by any workers, then one update:
 
     buffer → sequences → packed micro-batches ─┬─ gradients (any worker) ─┐
                                                └─ gradients (any worker) ─┴→ update → swap, save
 
-Gradients are weighted by the entries that count. Source: TLT section 4.2.
+Gradients are weighted by their number of entries that count. Source: TLT section 4.2.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ Elsewhere = Callable[[int, EagleParams, DrafterBatch], tuple[EagleParams, Mappin
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainContext:
-    """A worker's devices, and the policy's shared parameters there.
+    """The devices of a worker, and the shared policy parameters there.
 
-    `elsewhere` computes a gradient of a step's weights on a worker in another program; `runner`
-    then has the devices that sum gradients.
+    `elsewhere` computes a gradient with the weights of a step on a worker in another program;
+    `runner` then has the devices that sum gradients.
     """
 
     runner: ModelRunner
@@ -60,7 +60,7 @@ class TrainContext:
 
 @dataclasses.dataclass(eq=False)
 class _Step:
-    """The current step: micro-batches that are left, and the sum of the gradients."""
+    """The current step: the remaining micro-batches, and the sum of the gradients."""
 
     todo: collections.deque[DrafterBatch]
     missing: int
@@ -73,7 +73,7 @@ class _Step:
 
 @partial(jax.jit, donate_argnames="total")
 def add_weighted(total: EagleParams | None, grads: EagleParams, weight: jax.Array) -> EagleParams:
-    """Return total + weight · grads; None is zero."""
+    """Return total + weight · grads; a total of None counts as zero."""
     if total is None:
         return jax.tree.map(lambda g: weight * g, grads)
     return jax.tree.map(lambda t, g: t + weight * g, total, grads)
@@ -106,9 +106,9 @@ class BufferSink:
 
 
 class DrafterTrainer:
-    """Training of `learned`'s weights. Any thread may call it.
+    """Training of the weights of `learned`. Any thread may call it.
 
-    The micro-batches of a step are a function of (seed, step, the buffer's contents).
+    The micro-batches of a step are a function of (seed, step, contents of the buffer).
     """
 
     def __init__(
@@ -138,20 +138,20 @@ class DrafterTrainer:
         self._state_at: ModelRunner | None = None  # None: on the devices that made or restored it
 
     def move_to(self, runner: ModelRunner) -> None:
-        """Lay the state out on a runner's devices."""
+        """Lay the state out on the devices of a runner."""
         self.state, self._state_at = jax.tree.map(runner.put, copied(self.state)), runner
 
     def begin(self, rl_step: int) -> None:
-        """Set the current RL step, whose sequences are the newest."""
+        """Set the current RL step, which has the newest sequences."""
         self._rl_step = rl_step
 
     def context(self, runner: ModelRunner, params: Params) -> TrainContext:
-        """Return the context of units on a runner; `params` are the policy's, on its devices."""
+        """Return the context of units on a runner; the policy `params` are on its devices."""
         ids = self.learned.draft_ids_U
         return TrainContext(runner, eagle.frozen(params, None if ids is None else runner.put(ids)))
 
     def work(self, context: TrainContext, *, leads: bool) -> str | None:
-        """Do one unit, and return `gradient`, `update` (if this worker `leads`), or None."""
+        """Run one unit, and return `gradient`, `update` (if this worker `leads`), or None."""
         with self._lock:
             if self._now is None:
                 self._now = self._plan()
@@ -160,7 +160,7 @@ class DrafterTrainer:
                 return None
             batch = now.todo.popleft() if now.todo else None
             ready = batch is None and not now.missing and leads and not now.is_updating
-            now.is_updating |= ready  # a worker may lead, and training after a rollout
+            now.is_updating |= ready  # a worker and training after a rollout may both lead
         if batch is not None:
             self._gradient(context, now, batch)
             return "gradient"
@@ -174,19 +174,19 @@ class DrafterTrainer:
         return "update"
 
     def abandon(self) -> None:
-        """Restart the current step, since a worker with one of its micro-batches is gone."""
+        """Restart the current step, since a worker with one of its micro-batches is lost."""
         with self._lock:
             self._now = None
 
     def run_steps(self, num_steps: int, context: TrainContext) -> int:
-        """Run steps on one runner, and return how many: fewer if the buffer has no data."""
+        """Run steps on one runner, and return their number: fewer if the buffer has no data."""
         first = self.step
         while self.step < first + num_steps and self.work(context, leads=True):
             pass
         return self.step - first
 
     def warm_up(self, context: TrainContext) -> None:
-        """Compile the programs of units on this runner; weights stay as they are."""
+        """Compile the programs of units on this runner; weights do not change."""
         shape, runner = (self.config.batch_rows, self.config.row_tokens), context.runner
         batch = empty_batch(shape, self.learned.config, runner.dtype)
         params = _moved(self.state.params, self._state_at, runner)
@@ -209,7 +209,7 @@ class DrafterTrainer:
                     self._saved_step = self.step
 
     def save_last(self) -> None:
-        """Write the newest state, if it is not yet, and wait for it."""
+        """Write the newest state, unless it is already saved, and wait for it."""
         if self.checkpoints is not None:
             with self._state_lock:
                 if self._saved_step != self.step:
@@ -237,11 +237,11 @@ class DrafterTrainer:
     # -- units ------------------------------------------------------------------------
 
     def _plan(self) -> _Step | None:
-        """Return the next step's micro-batches; None if the buffer has no data."""
+        """Return the micro-batches of the next step; None if the buffer has no data."""
         config = self.config
         rng = np.random.default_rng([self._seed, self.step])
         num_tokens = config.micro_batches * config.batch_rows * config.row_tokens
-        # a little more than fits: the emptiest rows are left out
+        # a little more than fits, since the emptiest rows are left out
         sequences = self.buffer.sample(num_tokens * 9 // 8, self._rl_step, rng)
         batches = pack(sequences, config.batch_rows, config.row_tokens, config.micro_batches)
         if not batches:
@@ -287,7 +287,7 @@ class DrafterTrainer:
         return jax.tree.map(context.runner.readable, grads), metrics
 
     def _update(self, runner: ModelRunner, now: _Step) -> None:
-        """Update the state, which no other worker uses now: all gradients are in."""
+        """Update the state; no other worker uses it now, since all gradients are in."""
         num_entries = max(now.num_entries, 1.0)
         total = _moved(now.total, now.total_at, runner)
         mean = add_weighted(None, total, np.float32(1 / num_entries))
@@ -312,7 +312,7 @@ class DrafterTrainer:
 
 
 def _moved(tree: Any, source: ModelRunner | None, target: ModelRunner | None) -> Any:
-    """Return arrays of one runner (None: any), moved to another's devices."""
+    """Move arrays from the devices of one runner (None: any) to the devices of another."""
     assert target is not None
     if source is not None and (source.mesh, source.device) == (target.mesh, target.device):
         return tree

@@ -1,4 +1,4 @@
-"""Drafting workers as users set them: section Drafting."""
+"""Configuration of drafting workers (section `Drafting`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Method = Literal["model", "learned", "own", "group", "history", "histospec"]
 
 
 def methods_of(num_models: int) -> tuple[str, ...]:
-    """Return the names of a run's draft models: `model`, `model2`, `model3`, …"""
+    """Return the names of the draft models of a run: `model`, `model2`, `model3`, …"""
     return (MODEL, *(f"{MODEL}{k}" for k in range(2, num_models + 1)))
 
 
@@ -22,16 +22,16 @@ def methods_of(num_models: int) -> tuple[str, ...]:
 class DraftingConfig:
     """Workers that only draft, and workers that help with the last requests.
 
-    `workers` of `Sched.workers` draft for the others, by the source `model`, on each of their
-    devices; None: as the plan says (not with `Cluster.kind` = `ray`), 0: each worker drafts by
-    itself. With `DraftModel.directories` each rollout has the draft model with the most tokens a
-    second, by measured seconds and acceptance. `ahead`: `free_running` continues after a window
-    while it is verified, `enumeration` drafts for all outcomes of the round, with `fan_out` guesses
-    of each next token. A `window` has as many draft tokens; None: as the plan says, up to
-    `DraftModel.max_depth`. Every `reconfigure_tokens` tokens (0: never) a request with less
-    acceptance than others gets a separate window. Idle workers answer up to `requests_per_helper`
-    of the others' last requests again, each drafting by one of the `methods`, and the first answer
-    counts. Source: SpecActor, section 4.
+    `workers` of the `Sched.workers` draft for the others, with the source `model`, on each of their
+    devices. None leaves the number to the plan (not with `Cluster.kind` = `ray`); with 0, each
+    worker drafts for itself. With `DraftModel.directories`, each rollout uses the draft model with
+    the most tokens per second, by measured times and acceptance. `ahead` is `free_running`, which
+    continues past a window during its verification, or `enumeration`, which drafts for all outcomes
+    of the round, with `fan_out` guesses of each next token. `window` is a number of draft tokens;
+    None leaves it to the plan, up to `DraftModel.max_depth`. Every `reconfigure_tokens` tokens (0:
+    never), a request with less acceptance than others gets a separate window. Idle workers rerun up
+    to `requests_per_helper` of the last requests of other workers, each with one of the drafting
+    `methods`, and the first response counts. Source: SpecActor, section 4.
     """
 
     workers: int | None = 0

@@ -1,4 +1,4 @@
-"""A run's plans for drafting workers, by the seconds and the acceptance that it has measured."""
+"""Plans for the drafting workers of a run, from measured times and acceptance."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from reprise.spec.decoupled.messages import DraftPlan
 from reprise.spec.drafter import PRIOR_PROB, LiveSlots
 from reprise.spec.round_times import RoundTimes
 
-DECAY = 0.999  # of the counts of rounds with a draft, a round
-PRIOR_ROUNDS = 20.0  # weight of the assumed share
-FIRST_HITS = 0.85  # assumed before any draft was seen
-DEADLINE_SHARE = 0.1  # of a round, for drafts that are due
-COMMON = RequestPlan(0, True, 0.0)  # of requests that are not accepted less than the others
-FIRST_WINDOW = 4  # if no seconds are measured
+DECAY = 0.999  # per round, of the counts of rounds with a draft
+PRIOR_ROUNDS = 20.0  # weight of `FIRST_HITS`
+FIRST_HITS = 0.85  # assumed share of rounds with a draft, before any round
+DEADLINE_SHARE = 0.1  # of a round, to wait for drafts that are due
+COMMON = RequestPlan(0, True, 0.0)  # for requests with average acceptance or more
+FIRST_WINDOW = 4  # without a configured or measured window
 
 
 class Observed:
-    """A profile of the drafts by `method`; any thread may call it."""
+    """An acceptance profile of the drafts by `method`, for any thread."""
 
     def __init__(self, method: str = MODEL) -> None:
         self._lock, self._method = threading.Lock(), method
@@ -49,7 +49,7 @@ class Observed:
         self._num_hits, self._num_rounds = FIRST_HITS * PRIOR_ROUNDS, PRIOR_ROUNDS
 
     def add(self, request_ids: Sequence[int], accepted_A: np.ndarray, seen_A: np.ndarray) -> None:
-        """Add a round: each request's draft tokens that were seen, and accepted."""
+        """Add a round, with the numbers of seen and accepted draft tokens of each request."""
         rows = zip(request_ids, accepted_A.tolist(), seen_A.tolist(), strict=True)
         with self._lock:
             for request_id, accepted, seen in rows:
@@ -66,7 +66,7 @@ class Observed:
                 self.profile.forget(request_id)
 
     def acceptance(self) -> dict[int, float]:
-        """Return the acceptance of the requests that were seen and have not ended."""
+        """Return the acceptance of each unfinished request with observed draft tokens."""
         with self._lock:
             return {r: self.profile.p_of_request(r, self._method) for r in self._requests}
 
@@ -76,17 +76,17 @@ class Observed:
 
     @property
     def hits(self) -> float:
-        """Return the share of requests' rounds with a draft."""
+        """Return the share of rounds with a draft, counted per request."""
         return self._num_hits / self._num_rounds
 
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredSeconds:
-    """Measured seconds of drafting and verifying by batch.
+    """Measured times of drafting and verifying, by batch size.
 
-    Requests of a verifying worker hold `positions` each on average. `times` have the seconds of the
-    draft model if workers may draft by themselves; `draft_s` is a draft token of all requests of a
-    drafting worker; `model_s` puts a draft model onto a worker.
+    Each request of a verifying worker holds `positions` on average. `times` includes the draft
+    model if workers may draft for themselves. `draft_s` is the time of one draft token for all
+    requests of a drafting worker; `model_s` is the time to place a draft model on a worker.
     """
 
     costs: Costs
@@ -97,12 +97,12 @@ class MeasuredSeconds:
 
     @classmethod
     def of(cls, costs: Costs, times: RoundTimes, draft_s: float) -> MeasuredSeconds:
-        """Return seconds for requests of half the longest cache that was measured."""
+        """Return times for requests that fill half of the longest measured cache."""
         max_positions = max(positions for _, _, positions in times.rounds)
         return cls(costs, times, max_positions / 2, draft_s)
 
     def draft(self, requests: float) -> float:
-        """Return the seconds of a draft token of each request."""
+        """Return the seconds to draft one token for each request."""
         depths = self.times.draft_depths(MODEL)
         if not depths:
             return self.draft_s
@@ -113,15 +113,15 @@ class MeasuredSeconds:
         return self.times.draft(MODEL, B, depths[-1], S) / depths[-1]
 
     def verify(self, requests: float, window: int) -> float:
-        """Return the seconds of a round with this many draft tokens of each request."""
+        """Return the seconds of a round with `window` draft tokens per request."""
         return self.costs.round_seconds(requests, requests * self.positions, window + 1)
 
 
 class Planner:
-    """Plans rollouts of `num_requests` at once on `num_workers` of both kinds.
+    """Plans rollouts of `num_requests` concurrent requests on `num_workers` workers of both kinds.
 
-    `methods` are the draft models (`rl.drafting.config.methods_of`), `method` the one of the last
-    rollout. `seconds`, and `draft_s` of each method, are set once they are measured.
+    `methods` are the draft models (`rl.drafting.config.methods_of`); `method` is the draft model of
+    the last rollout. `seconds`, and `draft_s` by method, are set once they are measured.
     """
 
     def __init__(
@@ -137,16 +137,16 @@ class Planner:
         self.max_window, self.drafting_workers = max_window, 0
         self.seconds: MeasuredSeconds | None = None
         self.draft_s: dict[str, float] = {}
-        self._rates: dict[tuple[int, float, float], tuple[float, float]] = {}  # the latest
+        self._rates: dict[tuple[int, float, float], tuple[float, float]] = {}  # latest entry only
         self.forget_profile()
 
     def forget_profile(self) -> None:
-        """Begin a profile: the texts of a warm-up say nothing about a run's."""
+        """Reset the profile, since warm-up texts say nothing about the texts of the run."""
         self._seen = {method: Observed(method) for method in self.methods}
 
     @property
     def observed(self) -> Observed:
-        """The profile of the present method."""
+        """The profile of the current method."""
         return self._seen[self.method]
 
     @property
@@ -164,7 +164,7 @@ class Planner:
     def ranked(self) -> list[str]:
         """Return the methods by tokens per second, best first (the draft ladder).
 
-        Rounds without a draft count as wrong drafts.
+        Rounds without a draft count as rejected drafts.
         """
         seconds, w = self._measured, min(FIRST_WINDOW, self.max_window)
         tokens = {m: Acceptance(seen.p, seen.hits).tokens(w) for m, seen in self._seen.items()}
@@ -191,7 +191,7 @@ class Planner:
         )
 
     def plans(self) -> RequestPlans:
-        """Return the plans of one worker's requests in a new rollout."""
+        """Return the plans for the requests of one worker in a new rollout."""
         fixed, seconds, every = self.config.window, self.seconds, self.config.reconfigure_tokens
         if seconds is None:
             window = min(fixed or FIRST_WINDOW, self.max_window)
@@ -207,12 +207,12 @@ class Planner:
         window = of_batch(math.ceil(each)).window
         late_s = window * seconds.draft(each) - seconds.verify(each, window)
         deadline_s = DEADLINE_SHARE * seconds.verify(each, 0) + max(late_s, 0.0)
-        if self._runs_freely:  # only a block of many cases is worth waiting for
+        if self._runs_freely:  # only enumerated blocks are worth waiting for
             deadline_s = 0.0
         return _RolloutPlans(of_batch, self.observed, own if every else None, deadline_s)
 
     def _window(self, batch: int) -> int:
-        """Return the window with the most tokens a second for a worker's batch."""
+        """Return the window with the most tokens per second at the batch size of a worker."""
         seconds, acceptance = self._measured, self.acceptance
 
         def rate(w: int) -> float:
@@ -221,7 +221,7 @@ class Planner:
         return max(self._windows, key=rate)
 
     def _own_plans(self, batch: int, window: int) -> Callable[[float], RequestPlan]:
-        """Return the plan of one of a batch's requests by p: its window is no longer than this."""
+        """Return a function from the p of a request to its plan, with at most `window` tokens."""
         acceptance = self.acceptance
         windows = range(1, window + 1)
         seconds = self._measured
@@ -231,12 +231,12 @@ class Planner:
     def worth(self, held_tokens: int, left_tokens: int) -> bool:
         """Return True if a copy of a request saves more than its keys, values and weights cost.
 
-        Alone on a worker it has rounds of one request; half of `left_tokens` are expected.
+        The copy runs in rounds of one request; half of `left_tokens` are expected.
         """
         seconds = self.seconds
         if seconds is None:
             return True
-        # called for every request whenever one ends
+        # cached, since every finished request causes a call for every other request
         p, hits = round(self.observed.p, 2), round(self.observed.hits, 2)
         key = id(seconds), p, hits
         if (rates := self._rates.get(key)) is None:
@@ -246,7 +246,7 @@ class Planner:
         return worth_helping(left_tokens / 2, *rates, costs_s)
 
     def _rates_of(self, seconds: MeasuredSeconds, p: float) -> tuple[float, float]:
-        """Return the tokens a second of a request in a batch, and alone on a worker."""
+        """Return the tokens per second of a request in a full batch, and in a batch of one."""
         window, each = self.config.window or FIRST_WINDOW, self._each
         round_s = max(seconds.verify(each, window), window * seconds.draft(each))
         helped = max(
@@ -266,7 +266,7 @@ class Planner:
 
     @property
     def _each(self) -> float:
-        """The requests of a verifying worker at first."""
+        """The initial number of requests per verifying worker."""
         return self.num_requests / max(self.num_workers - self.drafting_workers, 1)
 
     @property
@@ -275,7 +275,7 @@ class Planner:
 
 
 class _RolloutPlans(RequestPlans):
-    """Plans by the present batch, and separate ones of some requests."""
+    """Plans by the current batch size, and individual plans for some requests."""
 
     def __init__(
         self,
@@ -287,7 +287,7 @@ class _RolloutPlans(RequestPlans):
         self._of_batch, self._observed, self._own = of_batch, observed, own
         self.deadline_s = deadline_s
         self._plans = dict[int, DraftPlan]()
-        self._tokens = dict[int, int]()  # of each response, when it was last observed
+        self._tokens = dict[int, int]()  # of each response, at its last observation
 
     def plan(self, request_id: int, batch: int) -> DraftPlan:
         return self._plans.get(request_id) or self._of_batch(batch)
@@ -304,7 +304,7 @@ class _RolloutPlans(RequestPlans):
             if plan == COMMON:
                 self._plans.pop(request_id, None)
             elif plan is not None:
-                window = plan.window  # priced were its draft tokens, not second choices
+                window = plan.window  # prices include its draft tokens, not second choices
                 self._plans[request_id] = DraftPlan(window, plan.decoupled, max_nodes=window)
 
     def forget(self, request_ids: Sequence[int]) -> None:

@@ -1,10 +1,10 @@
-"""A drafting worker, and the link that a verifying worker calls it through.
+"""A drafting worker, and the link that verifying workers use to call it.
 
     DecoupledDrafter ─ send: commits → DraftingLink ─ a thread → DraftingWorker.draft
     DecoupledDrafter ← take: blocks ── DraftingLink ←── Answer ──┘
 
-The worker is one class, in a thread or a Ray actor (rl.drafting.workers). Links make calls during
-the rounds of their verifying workers: if one fails or hangs, drafts are missing meanwhile.
+The same class runs in a thread or a Ray actor (rl.drafting.workers). Links make calls during the
+rounds of their verifying workers; while a call fails or hangs, rounds have no drafts.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from reprise.spec.draft_model.enumeration import AheadDraftModel, EnumeratingDra
 from reprise.spec.drafter import Program
 from reprise.spec.sampling import KEY_IMPL, step_key
 
-MAX_ROLLOUTS = 3  # rollouts with kept requests: the present step's and its neighbours'
-MAX_SPANS = 2**14  # steps of a rollout that the picture of workers shows
-MAX_RESTARTS = 3  # in a row without a block
-LEAVING_S = 5.0  # for a step to end
+MAX_ROLLOUTS = 3  # rollouts with kept requests: of the present step and its neighbours
+MAX_SPANS = 2**14  # steps of a rollout in the picture of workers
+MAX_RESTARTS = 3  # consecutive, without a block
+LEAVING_S = 5.0  # for a step to finish
 LATE_S = 1.0  # a round does not wait for a call that takes longer
 REPEATS = 3  # of a timed step
 MIN_SECONDS = 1e-7
@@ -63,9 +63,9 @@ class Rollout(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Blocks for a link's requests; `start` changes if the worker has forgotten all requests.
+    """Blocks for requests of a link; `start` changes if the worker has forgotten all requests.
 
-    `has_more`: another call without news may return more.
+    With `has_more`, another call without updates may return more blocks.
     """
 
     start: str
@@ -74,7 +74,7 @@ class Answer(NamedTuple):
 
 
 Draft = Callable[[Rollout, str, Sequence[Commit], Sequence[int]], Answer]  # DraftingWorker.draft
-# A call of a link with its start, and the commits and ends that it sends.
+# A call of a link with its start time, and the commits and closed requests that it sends.
 Sent = tuple[tuple[Draft, float], list[Commit], list[int]]
 
 
@@ -89,14 +89,14 @@ class _Call:
 
 @dataclasses.dataclass(eq=False)
 class _Drafted:
-    """A rollout's drafter, the link of each request, and blocks that no call has fetched yet."""
+    """The drafter of a rollout, the link of each request, and blocks that are not fetched yet."""
 
     ahead: DraftingAhead
     links: dict[int, str] = dataclasses.field(default_factory=dict)
     blocks: dict[str, list[Block]] = dataclasses.field(default_factory=dict)
 
     def update(self, call: _Call) -> None:
-        """Close requests of this link, and those that now come from it instead of another one."""
+        """Apply commits; close requests that ended or that come from another link than before."""
         sent = {commit.request_id: call.link for commit in call.commits}
         closed = [r for r in call.closed if self.links.get(r) == call.link]
         closed += [r for r in sent if self.links.get(r, call.link) != call.link]
@@ -107,9 +107,9 @@ class _Drafted:
 
 
 class DraftingWorker:
-    """Drafts ahead of verifying workers on the device of `engine`; any thread may call it.
+    """Drafts ahead of verifying workers on the device of `engine`; thread-safe.
 
-    A step drafts for all requests of a rollout, and calls that wait for one share the next.
+    A step drafts for all requests of a rollout. Calls that wait for a step share the next step.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class DraftingWorker:
     def draft(
         self, rollout: Rollout, link: str, commits: Sequence[Commit], closed: Sequence[int]
     ) -> Answer:
-        """Update requests, draft once, and return the blocks of this link's requests.
+        """Update requests, draft once, and return the blocks for requests of this link.
 
         If drafting fails, all requests are forgotten.
         """
@@ -157,7 +157,7 @@ class DraftingWorker:
     def draft_seconds(self, sampling: SamplingConfig) -> dict[str, float]:
         """Measure the seconds of a draft token for all requests of this worker, by method.
 
-        A step of the longest window is timed: it takes as long for fewer requests.
+        Times a step of the longest window, which takes as long for fewer requests.
         """
         result, window = dict[str, float](), self._max_window
         prompt, none, plan = np.zeros(1, np.int32), np.zeros(0, np.int32), DraftPlan(window)
@@ -176,11 +176,11 @@ class DraftingWorker:
         return result
 
     def take_spans(self) -> tuple[Span, ...]:
-        """Return when its steps were, the latest of those since the last call."""
+        """Return the spans of the steps since the last call, or of the latest MAX_SPANS."""
         return tuple(self._spans.popleft() for _ in range(len(self._spans)))
 
     def close(self) -> None:
-        """Draft nothing from now on; wait for the step under way, unless it hangs."""
+        """Stop drafting; wait for the running step, unless it hangs."""
         self._is_closed = True
         if self._stepping.acquire(timeout=LEAVING_S):
             self._stepping.release()
@@ -203,7 +203,7 @@ class DraftingWorker:
     def _drafter(self, rollout: Rollout) -> AheadDraftModel:
         enumerates = self._config.ahead == "enumeration"
         spec = RolloutSpec((), rollout.sampling, rollout.key)  # type: ignore[arg-type]
-        context = self.engine.drafter_context(spec)  # it reads no weights of the policy
+        context = self.engine.drafter_context(spec)  # the drafter reads no policy weights
         kind = EnumeratingDraftModel if enumerates else AheadDraftModel
         return self._models[rollout.method].make_drafter(kind, context, self._max_window)
 
@@ -223,7 +223,7 @@ class DraftingWorker:
         self._rollouts = collections.OrderedDict[Rollout, _Drafted]()
 
     def _serve(self) -> None:
-        """Update requests by all calls that wait, then draft once for each of their rollouts."""
+        """Apply all waiting calls, then draft once for each of their rollouts."""
         calls = [self._calls.popleft() for _ in range(len(self._calls))]
         for call in calls:
             call.is_served = True
@@ -253,10 +253,10 @@ class DraftingWorker:
 
 
 class Peer:
-    """A drafting worker as the links of this process call it; `draft` is None if it is given up.
+    """The `draft` method of a drafting worker for the links of this process.
 
-    `report` is called with a line about each failure. `replace` returns the method of a worker in
-    place of one that hangs.
+    `draft` is None once the worker is given up. `report` is called with a line about each failure.
+    `replace` replaces a hung worker and returns the new method.
     """
 
     def __init__(
@@ -270,15 +270,15 @@ class Peer:
         replace: Callable[[], Draft] | None = None,
     ) -> None:
         self.draft, self.clock, self.hang_limit_s = draft, clock, hang_limit_s
-        self.failures = 0  # in a row, without a block
+        self.failures = 0  # consecutive, without a block
         self._name, self._report, self._replace = name, report, replace
         self._lock = threading.Lock()
 
     def fail(self, draft: Draft, error: BaseException) -> None:
-        """Count a failure of this method; give the worker up after too many."""
+        """Count a failure of this method; give the worker up after too many failures."""
         with self._lock:
             if draft is not self.draft:
-                return  # another link has noticed
+                return  # another link has reported the failure
             self.failures += 1
             has_failed = self.failures > MAX_RESTARTS or isinstance(error, ActorDied)
             if has_failed:
@@ -291,19 +291,19 @@ class Peer:
 
 
 class DraftingLink(DraftLink):
-    """A verifying worker's link to one drafting worker, for one rollout.
+    """The link of a verifying worker to one drafting worker, for one rollout.
 
-    It makes one call at a time, in a thread, until there is nothing to send or to fetch. If a call
-    fails `generation` grows, so that all requests are sent again from their first token.
+    A thread makes one call at a time, until there is nothing to send or to fetch. After a failed
+    call, `generation` grows, so that all requests are sent again from their first token.
     """
 
     def __init__(self, peer: Peer, rollout: Rollout) -> None:
         self.generation = 0
         self._peer, self._rollout, self._name = peer, rollout, secrets.token_hex(8)
         self._lock = threading.Lock()
-        self._commits, self._closed = dict[int, Commit](), list[int]()  # no call has sent them yet
+        self._commits, self._closed = dict[int, Commit](), list[int]()  # not sent yet
         self._blocks, self._arrived = collections.deque[Block](), threading.Event()
-        self._call: tuple[Draft, float] | None = None  # under way, and since when
+        self._call: tuple[Draft, float] | None = None  # running, with its start time
         self._start: str | None = None
 
     def send(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
@@ -339,7 +339,7 @@ class DraftingLink(DraftLink):
             self._fail(draft, TimeoutError(f"no answer for {waited_s:.1f} s"))
 
     def _next_call(self, *, has_more: bool) -> Sent | None:
-        """Return the next call, its commits and its ends; None if it is not needed."""
+        """Return the next call with its commits and closed requests; None if not needed."""
         draft = self._peer.draft
         if draft is None or not (has_more or self._commits or self._closed):
             return None
@@ -349,7 +349,7 @@ class DraftingLink(DraftLink):
         return call, commits, closed
 
     def _run(self, sent: Sent | None) -> None:
-        """Make calls until none is needed."""
+        """Make calls until no call is needed."""
         while sent is not None:
             call, commits, closed = sent
             answer: Answer | BaseException
@@ -359,7 +359,7 @@ class DraftingLink(DraftLink):
                 answer = error
             with self._lock:
                 if self._call is not call:
-                    return  # it hung, and was given up
+                    return  # the call hung, and was given up
                 self._call = None
                 if isinstance(answer, BaseException):
                     return self._fail(call[0], answer)
@@ -378,7 +378,7 @@ class DraftingLink(DraftLink):
 
 
 def _merged(before: Commit | None, commit: Commit) -> Commit:
-    """Return one commit in place of two of a request, so that a slow worker has no backlog."""
+    """Merge two commits of a request into one, so that a slow worker has no backlog."""
     if before is None or commit.first != before.total_tokens:
         return commit
     tokens = np.concatenate([before.tokens, commit.tokens])

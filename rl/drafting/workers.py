@@ -1,10 +1,10 @@
-"""The drafting workers of a run: threads on engines taken from those that verify, or actors of Ray.
+"""The drafting workers of a run: threads on engines taken from verifying workers, or Ray actors.
 
     in this process     DraftingWorkers: a thread for each device
-    the run's program   DraftingActors: starts them, watches them, starts lost ones again
+    program of the run  DraftingActors: starts and watches actors, restarts lost actors
     a verifying worker  RemoteDrafts.use(DraftsApart) at the start of each rollout → links
 
-A lost actor's links are lost until the rollout ends.
+Links to a lost actor stay lost until the end of the rollout.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from reprise.spec.round_times import RoundTimes
 
 T = TypeVar("T")
 BEAT_S = 2.0  # between two calls that detect a hang or a loss
-CONCURRENCY = 64  # links that may wait for one another's steps
-NO_MOVES = {1: (0.0, 0.0)}  # seconds of moves between workers: no window depends on them
+CONCURRENCY = 64  # links that may wait for a step concurrently
+NO_MOVES = {1: (0.0, 0.0)}  # seconds of moves between workers, which no window depends on
 
 
 class DraftingWorkers(DrafterSource):
-    """Drafting workers on engines of a run, from `take` on; a context manager, which ends them.
+    """Drafting workers on engines of a run, started by `take`, stopped by this context manager.
 
     `report` is called with a line about each failure.
     """
@@ -67,12 +67,12 @@ class DraftingWorkers(DrafterSource):
         self._choosing = threading.Lock()
         self._last: Rollout | None = None  # the last rollout to start
         self._counted = clock(), 0, 0.0  # time, steps and busy seconds at the last `metrics`
-        self._verifying: list[int] = []  # numbers of the engines that verify
+        self._verifying: list[int] = []  # numbers of the verifying engines
         self.workers: list[DraftingWorker] = []
         self.peers: list[Peer] = []
 
     def take(self, engines: MutableSequence[Engine], count: int) -> None:
-        """Take the last `count` engines from those that verify, to draft on their devices."""
+        """Take the last `count` of the verifying engines, to draft on their devices."""
         assert not self.workers and 0 < count < len(engines), "once, and some are left"
         taken = [engines.pop() for _ in range(count)][::-1]
         singles = [one for engine in taken for one in _of_each_device(engine)]
@@ -109,7 +109,7 @@ class DraftingWorkers(DrafterSource):
             worker.close()
 
     def drafter_for(self, context: DrafterContext) -> DecoupledDrafter:
-        """Return a verifying worker's drafter; a rollout's first call chooses its draft model."""
+        """Return the drafter of a verifying worker; choose the draft model once per rollout."""
         rollout = Rollout.of("", context.spec.key, context.spec.sampling)
         with self._choosing:  # workers start in separate threads
             if rollout != self._last:
@@ -121,26 +121,26 @@ class DraftingWorkers(DrafterSource):
         return DecoupledDrafter(links, plans, rollout.sampling)
 
     def prepare(self, sampling: SamplingConfig, report: OnCompiled) -> dict[str, float]:
-        """Compile their programs; return the seconds of a draft token by method."""
+        """Compile the programs of all workers; return the seconds of a draft token by method."""
         for worker in self.workers:
             worker.prepare(sampling, report)
         return self.workers[0].draft_seconds(sampling)
 
     def model_seconds(self) -> float:
-        """Measure the seconds of putting the draft model on another worker; 0 if none copies."""
+        """Measure the seconds to place the draft model on a worker; 0 if no copy drafts with it."""
         if self._model is None or MODEL not in self.planner.config.methods:
             return 0.0
         return self._model.seconds_to_place(self._clock)
 
     def parts(self, version: int) -> list[WorkerPart]:
-        """Return when each drafted since the last call, for a step with these weights."""
+        """Return the busy spans of each worker since the last call, with the weight version."""
         return [
             WorkerPart(f"drafting {k}", worker.engine.where, version, worker.take_spans())
             for k, worker in enumerate(self.workers)
         ]
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the time since the last call; none without drafting workers."""
+        """Return metrics of the time since the last call; empty without drafting workers."""
         if not self.workers:
             return {}
         now_s, steps = self._clock(), sum(w.num_steps for w in self.workers)
@@ -162,7 +162,7 @@ class DraftingWorkers(DrafterSource):
         return DraftingWorker(engine, models, planner.config, planner.max_window, self._clock)
 
     def _replace(self, k: int) -> Draft:
-        """Leave a worker that hangs, and its engine; start another one, with its counts."""
+        """Replace a hung worker and its engine, keeping the counts; return the new method."""
         hung = self.workers[k]
         self.workers[k] = worker = self._worker(hung.engine.abandoned())
         worker.num_steps, worker.busy_s = hung.num_steps, hung.busy_s
@@ -170,7 +170,7 @@ class DraftingWorkers(DrafterSource):
 
 
 def drafting_engine(engine: Engine, num_rows: int, longest_tokens: int, max_window: int) -> Engine:
-    """Return an engine on the same device with one bucket of rows, for all requests at once."""
+    """Return an engine on the same device with one bucket of rows, enough for all requests."""
     rows = bucket(num_rows, 1)
     config = dataclasses.replace(engine.config, slots=rows, min_slots=rows)
     drafting = dataclasses.replace(engine, config=config, feature_layers=None)
@@ -179,12 +179,12 @@ def drafting_engine(engine: Engine, num_rows: int, longest_tokens: int, max_wind
 
 
 def share(drafting: Sequence[T], index: int, count: int) -> Sequence[T]:
-    """Return verifying worker `index`'s own drafters, or one that it shares with others."""
+    """Return the drafters of verifying worker `index`, or one drafter shared with other workers."""
     return drafting[index::count] or [drafting[index % len(drafting)]]
 
 
 def _of_each_device(engine: Engine) -> list[Engine]:
-    """Return an engine for each device of one: a drafter is small."""
+    """Return one engine for each device of an engine, since a drafter is small."""
     if engine.mesh is None:
         return [engine]
     devices = engine.mesh.devices.flat
@@ -196,7 +196,7 @@ def _of_each_device(engine: Engine) -> list[Engine]:
 
 @dataclasses.dataclass(frozen=True)
 class DraftingSettings:
-    """All that an actor needs to draft on one device, for requests of `num_rows` at once."""
+    """Everything an actor needs to draft on one device, for `num_rows` concurrent requests."""
 
     policy: ModelConfig
     engine: EngineConfig
@@ -210,7 +210,7 @@ class DraftingSettings:
 
 
 class DraftingActor(DraftingWorker):
-    """A drafting worker in a separate program, compiled, with the draft model of its folder."""
+    """A drafting worker in a separate program, which loads a draft model and compiles at start."""
 
     def __init__(self, settings: DraftingSettings) -> None:
         keep_programs()
@@ -227,16 +227,16 @@ class DraftingActor(DraftingWorker):
         return self._draft_s
 
     def count_steps(self) -> int:
-        """Return how many steps there were, once the present one has ended."""
+        """Return the number of steps, once the running step has finished."""
         with self._stepping:
             return self.num_steps
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DraftsApart:
-    """The drafting workers of one verifying worker: programs by number, and arguments of plans.
+    """The drafting workers of one verifying worker: handles by number, and arguments of plans.
 
-    `planned` are arguments of its `Planner`, `draft_s` is as in `MeasuredSeconds`.
+    `planned` are the arguments of `Planner`; `draft_s` is as in `MeasuredSeconds`.
     """
 
     places: Mapping[int, Handle]
@@ -245,9 +245,9 @@ class DraftsApart:
 
 
 class DraftingActors:
-    """The drafting workers of a run in separate programs; a context manager, which ends them.
+    """The drafting workers of a run in separate programs, stopped by this context manager.
 
-    `start` starts an actor of `DraftingActor` by its number. A step may take `hang_limit_s`.
+    `start` starts the `DraftingActor` of a number. A step may take at most `hang_limit_s`.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class DraftingActors:
         self.actors, self._over = list[Actor](), threading.Event()
 
     def __enter__(self) -> DraftingActors:
-        """Start all; they compile, and nothing waits for them."""
+        """Start all actors, which compile while nothing waits for them."""
         self.actors = [self._start(number) for number in range(self._count)]
         return self
 
@@ -268,13 +268,13 @@ class DraftingActors:
             actor.close()
 
     def wait_ready(self) -> None:
-        """Return once all have compiled. Raises ProgramLost if one cannot draft."""
+        """Wait until all actors have compiled. Raises ProgramLost if an actor cannot draft."""
         answers = [actor.call("get_draft_s", is_work=False) for actor in self.actors]
         self.draft_s = max(answer.result() for answer in answers)
         threading.Thread(target=self._watch, name="drafting workers", daemon=True).start()
 
     def apart(self, verifying: int) -> DraftsApart:
-        """Return the present drafting workers of a verifying worker, by its number."""
+        """Return the available drafting workers of the verifying worker with this number."""
         planner = self.planner
         count = planner.num_workers - planner.drafting_workers
         numbers = share(range(self._count), verifying % count, count)
@@ -284,7 +284,7 @@ class DraftingActors:
         return DraftsApart(places, (planner.config, *sizes), self.draft_s)
 
     def _watch(self) -> None:
-        """Call all in turn, so that one whose step hangs is lost, and starts again."""
+        """Poll all actors, so that an actor with a hung step counts as lost and restarts."""
         beats = [Future[int]() for _ in self.actors]
         for beat in beats:
             beat.set_result(0)
@@ -297,10 +297,10 @@ class DraftingActors:
 
 
 class RemoteDrafts(DrafterSource):
-    """The drafters of a verifying worker whose drafting workers are actors; it is kept for the run.
+    """The source of drafters for a verifying worker with drafting actors, kept for the whole run.
 
-    Its planner learns acceptance from all its rollouts. `report` is called with a line about each
-    failure. Before `use` the drafters get no drafts: they serve to compile their host code.
+    The planner learns acceptance from all rollouts. `report` is called with a line about each
+    failure. Before `use`, the drafters get no drafts and only serve to compile their host code.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:
@@ -309,7 +309,7 @@ class RemoteDrafts(DrafterSource):
         self._peers = list[Peer]()
 
     def use(self, apart: DraftsApart, times: RoundTimes | None) -> None:
-        """Start a rollout; `times` are the seconds of this worker's rounds, if it has any."""
+        """Start a rollout; `times` are the measured rounds of this worker, or None."""
         if self._planner is None:
             self._planner = Planner(*apart.planned)
             self._planner.drafting_workers = self._planner.config.workers or 0

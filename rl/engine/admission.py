@@ -1,16 +1,16 @@
 """Admission: which requests enter which rows, how rows are filled, and which rows leave.
 
-Pure host logic. A row keeps the keys and values of its prompt after its request has ended, until
-another prompt overwrites them, so later siblings can copy from any row that holds theirs. A group's
-prompt is thus computed once as long as its requests are admitted in order.
+Pure host logic. A row keeps the keys and values of its prompt after its request has finished, until
+another prompt overwrites them, so later siblings can copy the prompt from any row that holds it.
+A group prompt is thus computed once if the requests of the group are admitted in order.
 
-With a budget of positions a row needs its tokens plus the best that the next fetch can add, up to
-its request's limit, and all tokens of a cached response that it verifies in chunks:
+With a budget of positions, a row needs its tokens plus the most that the next fetch can add, up to
+the limit of its request, and all tokens of a cached response that it verifies in chunks:
 
-    needed = min(tokens + best that a fetch adds, best tokens of the request)
+    needed = min(tokens + most that a fetch adds, most tokens of the request)
 
-Schedulers that reserve whole chunks never let the sum exceed the budget. If none reserves, requests
-wait until they fit, and the newest rows are preempted once the others have grown.
+Schedulers that reserve whole chunks keep the sum within the budget. Without such a scheduler,
+requests wait until they fit, and the newest rows are preempted once older rows have grown.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from reprise.rl.engine.slot_table import Prompts, SlotTable
 from reprise.rl.records.trajectory import PartialRequest
 from reprise.spec.page_table import PageTable
 
-Held = Sequence[int | None]  # by row: the prompt that its cache holds whole, busy or free
+Held = Sequence[int | None]  # by row, busy or free: the prompt that its cache holds in full
 
 
 class WaitingQueue:
-    """Requests without a row: `new` whole ones; `partial` ones, which come first, and preempted."""
+    """Requests without a row. `partial`, served before `new`, has chunks and preempted requests."""
 
     def __init__(self, prompts: Prompts) -> None:
         self._known = prompts
@@ -43,11 +43,11 @@ class WaitingQueue:
 
     @property
     def prompts(self) -> Collection[int]:
-        """Return the prompts of `new`: rows that hold them are overwritten last."""
+        """Return the prompt numbers of `new`; rows that hold these prompts are overwritten last."""
         return self._prompts.keys()
 
     def add(self, requests: Sequence[PartialRequest], *, is_new: bool = False) -> None:
-        """Queue requests for a chunk of tokens each, or new ones for all of theirs."""
+        """Queue requests for one chunk of tokens each, or new requests for whole responses."""
         queue = self.new if is_new else self.partial
         for p in requests:
             number, prompt, _ = self._known.of(p.request)
@@ -59,22 +59,22 @@ class WaitingQueue:
                 self._prompts[number] += 1
 
     def take_partial(self) -> list[PartialRequest]:
-        """Take all partial requests."""
+        """Remove and return all partial requests."""
         taken = list(self.partial)
         self.partial.clear()
         return taken
 
     def drop(self, request_ids: Collection[int]) -> None:
-        """Forget these of the partial requests."""
+        """Remove the partial requests with these ids."""
         left = [p for p in self.partial if p.request.request_id not in request_ids]
         self.partial = collections.deque(left)
 
     def first(self, best: int) -> list[PartialRequest]:
-        """Return the next requests, at best `best`."""
+        """Return the next requests, at most `best`."""
         return list(itertools.islice(self.partial or self.new, best))
 
     def take(self, count: int) -> list[PartialRequest]:
-        """Take the first `count` that `first` returns."""
+        """Remove and return the first `count` requests that `first` returns."""
         queue = self.partial or self.new
         taken = [queue.popleft() for _ in range(count)]
         for p in taken if queue is self.new else ():
@@ -96,8 +96,8 @@ def assign(
 ) -> list[int]:
     """Return a free row for each of `prompts` (of waiting requests, in order).
 
-    It is one that holds the prompt, if there is one. Rows that hold one of `wanted_later` (prompts
-    still to come) are given to others last.
+    A row that holds the prompt is preferred. Rows that hold one of `wanted_later` (prompts of later
+    requests) are given to other prompts last.
     """
     wanted = set(prompts)
     free = sorted(free_rows, key=lambda r: (held[r] in wanted, held[r] in wanted_later, r))
@@ -111,9 +111,9 @@ def assign(
 
 
 def assign_continued(waiting: Sequence[PartialRequest], table: SlotTable) -> list[int]:
-    """Return a free row for each waiting request: the one that holds the best of its prompt.
+    """Return a free row for each waiting request: the row that holds most of its prompt.
 
-    If none holds any, it is the one whose last request is the oldest.
+    If no row holds a part of the prompt, take the row with the oldest last request.
     """
     free = sorted(table.free_rows(), key=lambda r: int(table.entered_B[r]))
     rows = list[int]()
@@ -128,9 +128,10 @@ def fills(
 ) -> tuple[list[tuple[int, int]], list[int]]:
     """Return the copies to make, (from row, to row), and the rows to compute tokens of.
 
-    `lacking`: the prompts of rows that lack tokens, in order of admission; `parts`: each row's part
-    of the mesh. A row copies its prompt from a row that holds it, preferably a busy one of the same
-    part, or waits if an earlier row computes it. No row is both read and written.
+    `lacking` maps rows that lack tokens to their prompts, in order of admission; `parts` are the
+    parts of the mesh that rows are in. A row copies its prompt from a row that holds it, preferably
+    a busy row of the same part, or waits if an earlier row computes the prompt. No row is both read
+    and written.
     """
     holders = dict[tuple[int, int | None], int]()  # by part and prompt; −1: any part
     for row in sorted(range(len(held)), key=lambda r: is_busy[r]):
@@ -139,7 +140,7 @@ def fills(
     for row, prompt in lacking.items():
         source = holders.get((parts[row], prompt), holders.get((-1, prompt)))
         if held[row] is not None:
-            computed.append(row)  # tokens after the prompt
+            computed.append(row)  # lacks tokens after the prompt
         elif source is not None:
             copies.append((source, row))
         elif prompt not in started:
@@ -183,7 +184,7 @@ def num_fitting(
 
 
 def rows_to_preempt(table: SlotTable, fetch_tokens: int, budget: int) -> list[int]:
-    """Return the newest rows, without which the others fit; the oldest row always stays."""
+    """Return the newest rows that must leave so that the rest fit; the oldest row always stays."""
     needed = needed_B(table, fetch_tokens)
     excess, rows = int(needed.sum()) - budget, list[int]()
     newest_first = reversed(table.oldest_first()[1:]) if excess > 0 else ()
@@ -204,10 +205,10 @@ def assign_pages(
     fetch_tokens: int,
     wanted_later: Collection[int],
 ) -> list[int]:
-    """Return a free row for each of the first waiting requests, for as many as have pages.
+    """Return free rows for the first waiting requests, up to the first request without pages.
 
-    It is one that holds the prompt, if there is one. Rows that hold one of `wanted_later` (numbers
-    of prompts still to come) are given to others last.
+    A row that holds the prompt is preferred. Rows that hold one of `wanted_later` (prompt numbers
+    of later requests) are given to other prompts last.
     """
     rows, busy = list[int](), np.nonzero(table.busy_B)[0].tolist()
     room, common = _room(table, pages, fetch_tokens, busy), _Common(pages, table, busy)
@@ -236,7 +237,7 @@ def assign_pages(
 
 
 def _room(table: SlotTable, pages: PageTable, fetch_tokens: int, busy: Sequence[int]) -> list[int]:
-    """Return the pages of each part that busy rows will not need before the next fetch."""
+    """Return, for each part, how many pages busy rows do not need until the next fetch."""
     needed, used_P = needed_B(table, fetch_tokens), pages.used_by(busy)
     room = [len(some) - int(some.sum()) for some in np.split(used_P, pages.ways)]
     for row in busy:
@@ -246,16 +247,16 @@ def _room(table: SlotTable, pages: PageTable, fetch_tokens: int, busy: Sequence[
 
 
 class _Common:
-    """The pages that a waiting request would have in common with those that have a row."""
+    """The pages that a waiting request would share with requests that have a row."""
 
     def __init__(self, pages: PageTable, table: SlotTable, busy: Sequence[int]) -> None:
         self._pages, self._table, self._used_P = pages, table, pages.used_by(busy)
         key = {row: (pages.part_of(row), int(table.prompt_B[row])) for row in busy}
-        self._wanted = set(key.values())  # also by rows that lack it as yet
+        self._wanted = set(key.values())  # also by rows that still lack the prompt
         self._held = {key[row] for row in busy if table.prompts[row] is not None}
 
     def num_pages(self, p: PartialRequest, number: int, row: int) -> int:
-        """Return how many of its pages in this row others have too, with this prompt."""
+        """Return how many pages request `p`, with this prompt, would share in this row."""
         key, prompt_tokens = (self._pages.part_of(row), number), len(p.request.prompt_ids) - 1
         full = prompt_tokens // self._pages.page_tokens
         if p.kv is not None:
@@ -265,7 +266,7 @@ class _Common:
         return full if key in self._wanted else 0
 
     def add(self, p: PartialRequest, number: int, row: int) -> None:
-        """Note that it gets this row."""
+        """Record that request `p` was assigned to `row`."""
         key, reused = (self._pages.part_of(row), number), self._reused(p, row)
         self._wanted.add(key)
         if p.kv is not None or reused == len(p.request.prompt_ids) - 1 > 0:
@@ -274,5 +275,5 @@ class _Common:
             self._used_P[self._pages.pages_of(row, reused)] = True
 
     def _reused(self, p: PartialRequest, row: int) -> int:
-        """Return how many tokens of its prompt it finds in this row."""
+        """Return how many prompt tokens of request `p` this row already holds."""
         return 0 if p.kv is not None else int(self._table.reusable_tokens(p.request, [row])[0])

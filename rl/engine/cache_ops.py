@@ -1,6 +1,6 @@
 """The jitted steps that fill a cache; one compilation per bucket, one call for all layers.
 
-They write in place. A change of bucket cannot: `models.kv_cache` copies layer by layer.
+Steps write in place. A change of bucket cannot, so `models.kv_cache` copies layer by layer.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from reprise.rl.records.trajectory import HostKv
 from reprise.spec.sampling import Processing
 from reprise.spec.verify import Slots
 
-STATE_COPY_TOKENS = 1024  # hidden states leave in copies of so many positions at most
-COPY_TOKENS = 64  # that a prompt is copied by, in rows
-PAGES_AT_ONCE = 16  # that one call copies, reads or writes
-# Columns of the integer table that becomes the device's slots.
+STATE_COPY_TOKENS = 1024  # positions of one copy of hidden states, at most
+COPY_TOKENS = 64  # block size of prompt copies between rows
+PAGES_AT_ONCE = 16  # pages that one call copies, reads or writes
+# Columns of the integer table that `make_slots` turns into device slots.
 COLUMNS = ("last_token", "length", "emitted", "limit", "active", "request_id", "top_k", "adapter")
 
 
 @jax.jit
 def make_slots(ints_BC: jax.Array, floats_B2: jax.Array, key: jax.Array) -> Slots:
-    """Make device slots from the host's tables: `COLUMNS`, and (temperature, top_p)."""
+    """Make device slots from host tables: integer `COLUMNS`, and (temperature, top_p)."""
     column = dict(zip(COLUMNS, ints_BC.T, strict=True))
     keys = jax.vmap(lambda r: jax.random.fold_in(key, r))(column.pop("request_id"))
     active, top_k_B = column.pop("active") > 0, column.pop("top_k")
@@ -43,7 +43,7 @@ def make_slots(ints_BC: jax.Array, floats_B2: jax.Array, key: jax.Array) -> Slot
 def join_slots(
     slots: Slots, ints_BC: jax.Array, floats_B2: jax.Array, key: jax.Array, joins_B: jax.Array
 ) -> Slots:
-    """Put the slots that `make_slots` makes where `joins_B`."""
+    """Replace slots with new slots from `make_slots` where `joins_B` is True."""
 
     def one(before: jax.Array, made: jax.Array) -> jax.Array:
         return jnp.where(jnp.expand_dims(joins_B, range(1, made.ndim)), made, before)
@@ -53,7 +53,7 @@ def join_slots(
 
 @partial(jax.jit, donate_argnames="cache")
 def write_chunks(cache: Cache, entries: Entries, chunks_TX: jax.Array) -> Cache:
-    """Write the entries of a round's chunks; entries after a row's tokens are dead."""
+    """Write the entries of the chunks of a round; entries past the tokens of a row are dead."""
     chunks = Chunks.of_table(chunks_TX)
     if isinstance(cache, PagedCache):
         new = entries.keys, entries.values, entries.features
@@ -95,9 +95,10 @@ def copy_rows(
     count: jax.Array,
     num_tokens: jax.Array,
 ) -> KVCache:
-    """Copy the first `num_tokens` positions of row `source[i]` to `target[i]`, i < count in turn.
+    """Copy the first `num_tokens` positions of row `source[i]` to `target[i]`, for i < count.
 
-    In blocks, so that a long row's dead positions cost nothing; the last one has a few more.
+    Rows are copied in order and in blocks, so that dead positions of long rows cost nothing; the
+    last block has a few more positions.
     """
     block_tokens = min(COPY_TOKENS, cache.num_positions)
     num_blocks = (num_tokens + block_tokens - 1) // block_tokens
@@ -129,10 +130,10 @@ def read_rows(
     num_tokens: Sequence[int],
     readable: Callable[[jax.Array], jax.Array],
 ) -> list[HostKv]:
-    """Fetch the first `num_tokens[i]` positions of row `row_P[i]` to the host, all at once.
+    """Fetch the first `num_tokens[i]` positions of row `row_P[i]` to the host, in one transfer.
 
-    Rows of `row_P` beyond `num_tokens` are padding: read, and left out. `readable` makes of an
-    array on the devices one that the host can read.
+    Rows of `row_P` beyond `num_tokens` are padding, which is read but not returned. `readable`
+    turns a device array into an array that the host can read.
     """
 
     def some(rows: jax.Array, kind: Kind) -> jax.Array:
@@ -151,9 +152,9 @@ def read_rows(
 def copy_states(
     features_B1SW: jax.Array, row: jax.Array, start: jax.Array, *, num_tokens: int
 ) -> jax.Array:
-    """Return a copy of the hidden states of a row's positions `start …`, [T, W]."""
+    """Return a copy of the hidden states of a row from position `start` on, [T, W]."""
     W = features_B1SW.shape[-1]
-    # a gather leaves rows on their devices; a dynamic slice would bring all together
+    # a gather leaves rows on their devices; a dynamic slice would collect all rows first
     dims = jax.lax.GatherDimensionNumbers((0, 1), (0, 1), (0, 2))
     place_2, size = jnp.stack([row, start]), (1, 1, num_tokens, W)
     states_TW = jax.lax.gather(features_B1SW, place_2, dims, size, mode="clip")
@@ -185,7 +186,7 @@ def insert_pages(cache: PagedCache, new: PagedCache, target_X: jax.Array) -> Pag
 
 @jax.jit
 def read_pages(cache: PagedCache, page_X: jax.Array) -> PagedCache:
-    """Return copies of pages, and no table."""
+    """Return copies of pages, without a table."""
 
     def one(pages: jax.Array, kind: Kind) -> jax.Array:
         return kv_cache.pin(jnp.take(pages, jnp.maximum(page_X, 0), axis=0), kind)
@@ -195,13 +196,13 @@ def read_pages(cache: PagedCache, page_X: jax.Array) -> PagedCache:
 
 @jax.jit
 def states_of_pages(pages_P1TF: jax.Array, page_X: jax.Array) -> jax.Array:
-    """Return copies of the hidden states of pages, one after the other, [X · T, F]."""
+    """Return copies of the hidden states of pages, concatenated, [X · T, F]."""
     states_XTF = jnp.take(pages_P1TF[:, 0], jnp.maximum(page_X, 0), axis=0)
     return constrain(states_XTF.reshape(-1, states_XTF.shape[-1]), None, "features")
 
 
 def host_of_pages(parts: Sequence[PagedCache], num_tokens: int, like: PagedCache) -> HostKv:
-    """Return the values read from a row's pages, [X, K, T, h] each, as one row on the host."""
+    """Return the pages read from one row, arrays [X, K, T, h], as one row on the host."""
 
     def row(pages: Sequence[Any]) -> np.ndarray:
         rows_KSh = [x.swapaxes(0, 1).reshape(x.shape[1], -1, x.shape[3]) for x in pages]
@@ -215,7 +216,7 @@ def host_of_pages(parts: Sequence[PagedCache], num_tokens: int, like: PagedCache
 
 
 def pages_of_host(kv: HostKv, first: int, page_tokens: int) -> PagedCache:
-    """Return `PAGES_AT_ONCE` pages of a row on the host, from page `first` on."""
+    """Return `PAGES_AT_ONCE` pages of a host row, from page `first` on."""
     size = PAGES_AT_ONCE * page_tokens
 
     def pages(row_KSh: Any) -> np.ndarray:
@@ -232,12 +233,12 @@ def pages_of_host(kv: HostKv, first: int, page_tokens: int) -> PagedCache:
 
 @jax.jit
 def gathered(x: jax.Array) -> jax.Array:
-    """Return an array whole on every device of the mesh."""
+    """Return an array replicated on every device of the mesh."""
     return replicated(x)
 
 
 def stacked(kvs: Sequence[HostKv], num_rows: int, num_positions: int) -> KVCache:
-    """Return host rows padded to one shape, as `insert_rows` takes them once on the device."""
+    """Return host rows padded to one shape, which `insert_rows` takes once it is on the device."""
 
     def stack(*arrays: Any) -> np.ndarray:
         *rows, (axis, _) = arrays

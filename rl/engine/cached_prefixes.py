@@ -1,11 +1,12 @@
 """Earlier responses that requests start from, up to the first token that is not kept.
 
 A request starts from its cached response of an earlier epoch (`rl.speculation.reuse`), from its
-early tokens, or from both in turn. They are verified in chunks with a draw after each token, before
-its row joins the rounds; if nodes take fewer seconds (`spec.round_times.RoundTimes.chunks_pay`) by
-rounds of the row, as chains of nodes. With the same noise a token is kept if the policy draws it;
-else a rule decides in the round. With the same noise a row may also decode instead (`watch`), if a
-pass does not pay (`spec.reuse.chunk_price`): its tokens are compared with the cached ones.
+early tokens, or from both, the cached response first. These tokens are verified in chunks with a
+draw after each token, before the row joins the rounds; or, if nodes take fewer seconds
+(`spec.round_times.RoundTimes.chunks_pay`), in rounds, as chains of nodes. With the same noise, a
+token is kept if the policy draws it again; otherwise a rule decides in the round. With the same
+noise, a row may also decode instead (`watch`) if a pass does not pay (`spec.reuse.chunk_price`);
+the tokens that it draws are then compared with the cached tokens.
 B = slots, L = response tokens, A = live requests, N = draft tokens of a request, M = nodes,
 X = tokens of chunks.
 """
@@ -32,12 +33,12 @@ PRIOR_KEPT, PRIOR_TOKENS = 9.0, 10.0  # kept and verified tokens assumed at the 
 
 
 class CachedPrefixes:
-    """The chains of B rows; row b may still keep its chain's tokens `emitted … end_B[b]`.
+    """The chains of B rows; row b may still keep tokens `emitted … end_B[b]` of its chain.
 
-    `end_B` is 0 without an active chain. Without a `rule` cached responses are not used; `counts`
-    covers only cached responses. Chains are verified `in_chunks` or as nodes; in `watched_B`
-    they are only compared. `price` decides on passes of chunks (None: all are made); it expects
-    that early tokens miss at `early_miss_rate`.
+    `end_B` is 0 without an active chain. Without a `rule`, cached responses are not used; `counts`
+    covers only cached responses. Chains are verified `in_chunks` or as nodes; chains of rows in
+    `watched_B` are only compared. `price` decides on passes of chunks (without a price, every pass
+    runs); early tokens are expected to miss at `early_miss_rate`.
     """
 
     def __init__(
@@ -60,43 +61,43 @@ class CachedPrefixes:
         self.tokens_BL = np.zeros((num_slots, longest), np.int32)
         self.min_logprobs_BL = np.zeros((num_slots, longest), np.float32)
         self.end_B = np.zeros(num_slots, np.int32)
-        self.total_reused_B = np.zeros(num_slots, np.int32)  # response tokens that were cached ones
+        self.total_reused_B = np.zeros(num_slots, np.int32)  # response tokens kept from the cache
         self.begun_BL = np.zeros((num_slots, longest), np.int32)
         self.begun_tokens_B = np.zeros(num_slots, np.int32)
-        self.of_begun_B = np.zeros(num_slots, bool)  # the chain is of early tokens
-        self.watched_B = np.zeros(num_slots, bool)  # the row decodes, and may draw the chain
-        self.rate_B = np.zeros(num_slots, np.float32)  # at which cached tokens are missed
-        self._corrections = Correction(), Correction()  # of cached rates, and of early tokens'
+        self.of_begun_B = np.zeros(num_slots, bool)  # the chain has early tokens
+        self.watched_B = np.zeros(num_slots, bool)  # the row decodes, and may draw its chain
+        self.rate_B = np.zeros(num_slots, np.float32)  # miss rate of cached tokens
+        self._corrections = Correction(), Correction()  # rates of cached and of early tokens
 
     @property
     def chunks_end_B(self) -> np.ndarray:
-        """Return the ends of the chains that chunks decide on; 0 for none."""
+        """Return `end_B` of the chains that chunks decide on, 0 for other rows."""
         return np.where(self.watched_B, 0, self.end_B)
 
     def watch(self, row: int) -> None:
-        """Have a row decode: its chain is only compared with the tokens that it draws."""
+        """Have a row decode; its chain is only compared with the tokens that the row draws."""
         assert not self.ruled(np.array([row])).any(), "a rule has to decide"
         self.watched_B[row] = True
 
     def play(self, requests: Sequence[Request], num_slots: int, num_positions: int) -> None:
-        """Price tokens by a play of all requests of the rollout, if passes are priced."""
+        """Price tokens by playing all requests of the rollout, if passes are priced."""
         if self.price is None:
             return
         pairs = [self._last(r) for r in requests]
         known = [length for length, rate in pairs if length]
-        usual = sum(known) // max(len(known), 1)  # of those that nothing is known of
+        usual = sum(known) // max(len(known), 1)  # for requests without a last response
         length_N = np.array([length or usual for length, _ in pairs])
         self.price.play(length_N, np.array([rate for _, rate in pairs]), num_slots, num_positions)
 
     def _last(self, request: Request) -> tuple[int, float]:
-        """Return the tokens of a request's last response, and its miss rate."""
+        """Return the length of the last response to a request, 0 without one, and its miss rate."""
         cached = request.cached if self._rule is not None else None
         return (len(cached.tokens), cached.miss_rate) if cached is not None else (0, 1.0)
 
     def expected_tokens(
         self, rows: Sequence[int], emitted_B: np.ndarray, limit_B: np.ndarray
     ) -> np.ndarray:
-        """Return how many tokens the next chunk of each row is expected to bring; 0 without one."""
+        """Return the expected tokens of the next chunk of each row; 0 for rows without a chain."""
         assert self.price is not None
         end_B = np.minimum(self.end_B, limit_B)
         left_R = np.clip(end_B - emitted_B, 0, self.price.chunk_tokens)[rows]
@@ -112,13 +113,13 @@ class CachedPrefixes:
         return self._rule is not None and not self._rule.mode.couples_noise
 
     def ruled(self, rows: np.ndarray) -> np.ndarray:
-        """Return the rows whose next token a rule decides on; bool."""
+        """Return whether a rule decides on the next token of each row; bool."""
         return self.goes_on(rows) & ~self.of_begun_B[rows] & self.given
 
     def enter(self, row: int, partial: PartialRequest, ends: int) -> None:
-        """Put a request into a row; it resumes its chain if all its tokens so far were kept.
+        """Put a request into a row; resume its chain if all its tokens so far were kept.
 
-        `ends` is the number of its rule of `Endings`.
+        `ends` is the number of its rule in `Endings`.
         """
         request, prefix, response = partial.request, partial.prefix, _NONE
         self.end_B[row], self.total_reused_B[row], self.of_begun_B[row] = 0, 0, False
@@ -134,7 +135,7 @@ class CachedPrefixes:
     def _start_cached(
         self, row: int, partial: PartialRequest, ends: int, begun: np.ndarray
     ) -> bool:
-        """Start the chain of the row's cached response; return False if it is of no use."""
+        """Start the chain of the cached response of a row; return False if it cannot be used."""
         request, rule = partial.request, self._rule
         if rule is None or request.cached is None or partial.num_tokens > self.total_reused_B[row]:
             return False
@@ -146,12 +147,12 @@ class CachedPrefixes:
             return False  # newer weights drew other tokens
         self.tokens_BL[row, :n], self.end_B[row] = tokens, n
         if self.given:
-            name = request.request_id % NOISE_NAMES  # requests started ahead have the step's draws
+            name = request.request_id % NOISE_NAMES  # requests started ahead draw as in the step
             self.min_logprobs_BL[row, :n] = rule.min_logprobs(name, request.cached, n)
         return True
 
     def _usable(self, request: Request, ends: int, tokens: np.ndarray) -> np.ndarray:
-        """Return the tokens up to the response's end."""
+        """Return the tokens up to the end of the response."""
         tokens = tokens[: request.limit(self._endings.sampling)]
         return tokens[: self._endings.read(ends, tokens)[0]]
 
@@ -169,11 +170,11 @@ class CachedPrefixes:
         return max(0, max_length - waiting.num_tokens) if self.in_chunks else 0
 
     def goes_on(self, rows: np.ndarray) -> np.ndarray:
-        """Return the rows' requests that may still keep tokens of their chain; bool."""
+        """Return whether each row may still keep tokens of its chain; bool."""
         return self.chunks_end_B[rows] > 0
 
     def draft(self, live: LiveSlots, most_A: np.ndarray, drafts: Drafts) -> None:
-        """Write the chains, of up to `most_A` tokens, to their requests' drafts."""
+        """Write chains of up to `most_A` tokens to the drafts of their requests."""
         rates = [_kept_rate(self.counts), _kept_rate(self._begun_counts)]
         emitted_A = live.total_tokens_A - live.prompt_tokens_A
         rows_A, source = live.rows_A, int(Source.CACHED)
@@ -182,12 +183,12 @@ class CachedPrefixes:
         _draft(self.tokens_BL, rows_A, emitted_A, most_A, rate_A, source, drafts)
 
     def give(self, nodes_5M: np.ndarray, emitted_B: np.ndarray) -> None:
-        """Write the tokens that may be kept after the nodes of a round to its table."""
+        """Write the tokens that may be kept after each node, and their bounds, to `nodes_5M`."""
         end_B = np.where(self.of_begun_B, 0, self.end_B).astype(np.int32)
         _give(nodes_5M, emitted_B, end_B, self.tokens_BL, self.min_logprobs_BL)
 
     def give_chunks(self, chunks_TX: np.ndarray, prompt_tokens_B: np.ndarray) -> np.ndarray:
-        """Return the tokens that may be kept after chunk tokens, and their bounds; [2, X]."""
+        """Return the tokens that may be kept after each chunk token, and their bounds; [2, X]."""
         inputs_2X = np.full((2, chunks_TX[:, 2:].size), NOT_GIVEN, np.int32)
         end_B = np.where(self.of_begun_B | (not self.given), 0, self.end_B).astype(np.int32)
         _give_chunks(
@@ -204,7 +205,7 @@ class CachedPrefixes:
         emitted_B: np.ndarray,
         limit_B: np.ndarray,
     ) -> np.ndarray:
-        """Return the kinds of draws after chunk tokens; 0 after a row's first that differs."""
+        """Return the kinds of draws after chunk tokens; 0 past the first mismatch of a row."""
         ruled_B, end_B = self.given & ~self.of_begun_B, np.minimum(self.end_B, limit_B)
         rows = prompt_tokens_B, emitted_B, end_B, ruled_B, self.tokens_BL
         return _stand(chunks_TX, drawn_X, kind_X, *rows)
@@ -217,9 +218,9 @@ class CachedPrefixes:
         emitted_B: np.ndarray,
         stopped_B: np.ndarray,
     ) -> np.ndarray:
-        """Commit a fetch's tokens after `emitted_B` ones; return how many given ones were kept.
+        """Commit the tokens of a fetch, after `emitted_B`; return how many given tokens were kept.
 
-        A chain ends with the first token that is not kept, or with its response; early tokens may
+        A chain stops at the first token that is not kept, or with its response; early tokens may
         resume after a cached response.
         """
         agreeing_B = _agreeing(tokens_BN, count_B, emitted_B, self.tokens_BL, self.end_B)
@@ -244,7 +245,7 @@ class CachedPrefixes:
         return given_B
 
     def _correct(self, agreeing_B: np.ndarray, count_B: np.ndarray, emitted_B: np.ndarray) -> None:
-        """Correct the expected rates by the tokens of a fetch, `agreeing_B` of them expected."""
+        """Correct the expected miss rates by a fetch with `agreeing_B` tokens that agree."""
         compared_B = np.where(self.end_B, np.minimum(count_B, self.end_B - emitted_B), 0)
         missed_B = agreeing_B < compared_B
         decided_B = agreeing_B + missed_B
@@ -254,7 +255,7 @@ class CachedPrefixes:
             correction.observe(int(missed_B[of_B].sum()), float((rate_B * decided_B)[of_B].sum()))
 
     def reused(self, row: int, partial: PartialRequest, prefix: Prefix) -> Prefix:
-        """Return the row's response with who drew the tokens that a rule kept, and how many."""
+        """Return `prefix` with the number of reused tokens and the scores of kept tokens."""
         n = int(self.total_reused_B[row])
         assert partial.request.cached is not None or n == 0
         scores = None if partial.request.cached is None else partial.request.cached.scores
@@ -266,7 +267,7 @@ class CachedPrefixes:
         return dataclasses.replace(prefix, emission_logprobs=emission, policy_versions=versions)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Make row i what row `rows[i]` was."""
+        """Move row `rows[i]` to row i."""
         for name, array in vars(self).items():
             if isinstance(array, np.ndarray):
                 setattr(self, name, array[np.asarray(rows)])

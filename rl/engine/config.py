@@ -1,4 +1,4 @@
-"""Settings of a rollout worker on its devices, and the buckets that its shapes come in."""
+"""Settings of a rollout worker on its devices, and the buckets of its shapes."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ from typing import Literal, Self, get_args
 from reprise.rl.gin.values import found_size
 from reprise.spec.buckets import bucket, buckets
 
-FEWEST_POSITIONS = 64  # of a bucket, unless `min_positions` says otherwise
-POSITIONS_MULTIPLE = 128  # the last bucket of positions is a multiple of it
-PART_MULTIPLE = 32  # and the others
-POSITION_PARTS = (8, 2)  # of the last bucket: the others
+FEWEST_POSITIONS = 64  # of a bucket, unless `min_positions` is set
+POSITIONS_MULTIPLE = 128  # the last bucket of positions is a multiple of this
+PART_MULTIPLE = 32  # the other buckets are multiples of this
+POSITION_PARTS = (8, 2)  # divisors of the last bucket that give the other buckets
 CacheKind = Literal["auto", "rows", "pages"]
 MAY_BE_ZERO = ("pages", "min_positions")
-MAX_PAIRS = 12  # of slots and positions
+MAX_PAIRS = 12  # pairs of slots and positions
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """Settings of a rollout worker on its devices; none of them changes a token.
+    """Settings of a rollout worker on its devices; no setting changes a token.
 
-    `slots` requests run at once. The engine compiles programs for each bucket: of slots
-    `min_slots`, 2 · `min_slots`, … up to `slots`, and of nodes. Fewer buckets compile faster. A
-    round has a root for each slot, draft tokens and tokens of cached responses: `max_round_nodes`
-    caps all of them (never below twice the slots), `max_nodes` one request's. Up to
-    `rounds_per_fetch` rounds without draft tokens of the host run between two fetches. Beside its
-    nodes a round computes `prefill_rows` chunks of prompts, of `prefill_chunk_tokens` each.
+    `slots` requests run concurrently. The engine compiles programs for each bucket of slots
+    (`min_slots`, 2 · `min_slots`, … up to `slots`) and of nodes. Fewer buckets compile faster. The
+    nodes of a round are a root for each slot, draft tokens and tokens of cached responses:
+    `max_round_nodes` caps their sum (never below twice the slots), `max_nodes` the nodes of one
+    request. Up to `rounds_per_fetch` rounds without draft tokens from the host run between two
+    fetches. A round also computes `prefill_rows` prompt chunks of `prefill_chunk_tokens` each.
 
-    `cache` is "rows", one of the longest request's length for each slot, or "pages" of
-    `page_tokens` positions, as many as a request has tokens; "auto": rows on CPUs. Rows have their
-    length from the start, since CPUs read live positions only, unless all would take more than 1
-    GiB or `min_positions` is set: then they start with an eighth, at least `min_positions` (0: 64),
-    and grow to a half and the whole, each with separate programs. Chunks of prompts are at most
-    as long as the least of these. There are `pages` in all (0: as many as all slots can need); if
-    they run out, the newest requests pause and are computed again, with the same tokens. "auto"
-    chooses `slots` and `pages` that fit the device's memory (`rl.preflight.sizes`).
+    `cache` is "rows" (for each slot a row as long as the longest request), "pages" (of
+    `page_tokens` positions, enough for the tokens of each request) or "auto" (rows on CPUs, else
+    pages). Rows have their full length from the start, since CPUs read live positions only, unless
+    all rows would take more than 1 GiB or `min_positions` is set: then rows start with an eighth,
+    at least `min_positions` (0: 64), and grow to a half and the full length, each with separate
+    programs. Prompt chunks are at most as long as the shortest row. `pages` is the total number of
+    pages (0: the most that all slots can need); if pages run out, the newest requests pause and are
+    computed again, with the same tokens. "auto" chooses `slots` and `pages` that fit the device
+    memory (`rl.preflight.sizes`).
     """
 
     slots: int | Literal["auto"] = 64
@@ -61,11 +62,11 @@ class EngineConfig:
 
     @property
     def max_slots(self) -> int:
-        """The most slots. Raises ValueError if they are not found yet."""
+        """The maximum number of slots. Raises ValueError while `slots` is still "auto"."""
         return found_size("Engine.slots", self.slots)
 
     def over(self, batch_ways: int) -> Self:
-        """Return settings with slots and chunks of prompts in multiples of the ways of a split."""
+        """Return settings with slots and `prefill_rows` rounded up to multiples of `batch_ways`."""
         slots, min_slots, rows = (
             _rounded_up(size, batch_ways)
             for size in (self.max_slots, self.min_slots, self.prefill_rows)
@@ -73,18 +74,18 @@ class EngineConfig:
         return dataclasses.replace(self, slots=slots, min_slots=min_slots, prefill_rows=rows)
 
     def is_paged(self, is_cpu: bool) -> bool:
-        """Return whether the cache is pages on such devices."""
+        """Return whether the cache is paged on CPUs (`is_cpu`) or on other devices."""
         return self.cache == "pages" or (self.cache == "auto" and not is_cpu)
 
     def slot_pages(self, longest_tokens: int) -> int:
-        """Return the most pages of a slot."""
+        """Return the maximum number of pages of a slot."""
         return -(-longest_tokens // self.page_tokens)
 
     def num_pages(self, num_slots: int, longest_tokens: int, batch_ways: int = 1) -> int:
-        """Return the pages of a cache, as many for each way that slots are split over.
+        """Return the number of pages of a cache, split evenly over `batch_ways`.
 
-        Each way has one more than a slot can need: a shared prompt may end inside a page. Raises
-        ValueError if `pages` are fewer.
+        Each way has at least one page more than a slot can need, since a shared prompt may end
+        inside a page. Raises ValueError if `pages` is too small for that.
         """
         high, ways = self.slot_pages(longest_tokens), batch_ways
         pages = found_size("Engine.pages", self.pages)
@@ -99,17 +100,17 @@ class EngineConfig:
         return pages // ways * ways
 
     def chunk_tokens(self, longest_tokens: int, is_paged: bool) -> int:
-        """The tokens of a chunk: as many positions are in every bucket of rows, and in any slot."""
+        """Return the tokens of a chunk, which fits into every bucket of rows and into any slot."""
         paged_tokens = self.slot_pages(longest_tokens) * self.page_tokens
         return min(self.prefill_chunk_tokens, paged_tokens if is_paged else self.fewest_positions)
 
     @property
     def fewest_positions(self) -> int:
-        """The least positions of a row."""
+        """The minimum number of positions of a row."""
         return self.min_positions or FEWEST_POSITIONS
 
     def drawing_chunks(self, num_slots: int, chunk_tokens: int) -> list[int]:
-        """Return the numbers of chunks of passes that draw after their tokens, smallest first."""
+        """Return the chunk counts of passes that draw after each token, smallest first."""
         high = min(self.max_round_nodes // chunk_tokens, num_slots)
         sizes = buckets(high, self.prefill_rows)
         return [size for size in sizes if size <= high] or sizes[:1]
@@ -119,11 +120,11 @@ class EngineConfig:
         return bucket(num_requests, self.min_slots, max(self.max_slots, self.min_slots))
 
     def position_sizes(self, longest_tokens: int) -> list[int]:
-        """Return the positions of rows that grow, smallest first, for requests of `longest_tokens`.
+        """Return the lengths of growing rows, smallest first, for requests of `longest_tokens`.
 
-        Each is a program for every batch and round. Where dead positions are read too, rounds read
-        1.41 times the keys that a request has until it has grown to 18k positions; with all sizes
-        64 · 2^i it would be 1.28.
+        Each length needs a program for every batch and round. If devices read dead positions too,
+        rounds read 1.41 times the keys that a request has until it has grown to 18k positions; with
+        all lengths 64 · 2^i the factor would be 1.28.
         """
         low = self.fewest_positions
         if longest_tokens <= low:
@@ -135,8 +136,8 @@ class EngineConfig:
     def batch_positions(self, num_slots: int, most_slots: int, longest_tokens: int) -> list[int]:
         """Return the buckets of positions of `num_slots` rows out of at most `most_slots`.
 
-        If there would be more than `MAX_PAIRS` pairs of sizes, fewer rows start with longer ones:
-        in all they have at least as many positions as all rows in the smallest bucket.
+        If there would be more than `MAX_PAIRS` pairs of sizes, smaller batches start with longer
+        rows. Their total is at least the positions of `most_slots` rows in the smallest bucket.
         """
         sizes = self.position_sizes(longest_tokens)
         drained = buckets(most_slots, self.slot_bucket(1))
@@ -146,17 +147,17 @@ class EngineConfig:
         return [size for size in sizes if size * num_slots >= low] or sizes[-1:]
 
     def node_sizes(self, num_slots: int) -> list[int]:
-        """Return the numbers of nodes of rounds with draft tokens, smallest first."""
+        """Return the node counts of rounds with draft tokens, smallest first."""
         high = num_slots * min(max(self.max_round_nodes // num_slots, 2), self.max_nodes)
         sizes = [m for m in buckets(high, num_slots) if num_slots < m < high]
         return [*sizes, high] if high > num_slots else []
 
     def sizes_beside_prompts(self, num_slots: int) -> list[int]:
-        """Return the node counts of rounds that also compute prompts: four and eight a slot."""
+        """Return the node counts of rounds that also compute prompts: four and eight per slot."""
         return self.node_sizes(num_slots)[1:3]
 
     def most_nodes(self, num_slots: int) -> int:
-        """Return the most nodes of a round."""
+        """Return the maximum number of nodes of a round."""
         return max(self.node_sizes(num_slots), default=num_slots)
 
 

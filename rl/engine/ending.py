@@ -1,8 +1,9 @@
 """Where responses end: end tokens, and strings that the text of a response completes.
 
-A function of a response's tokens alone. The device knows the end tokens of all requests; the host
-finds the rest as tokens are committed, and drops later ones. R = rules, S = states of an automaton
-that reads the text's bytes, E = end tokens, B = slots, N = tokens of a fetch.
+The end of a response depends only on its tokens. The device knows the end tokens that all requests
+share; the host finds other stops as tokens are committed, and drops later tokens. R = rules,
+S = states of an automaton that reads the bytes of a text, E = end tokens, B = slots, N = tokens of
+a fetch.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from reprise.spec.config import SamplingConfig
 
 NO_TEXT = TokenBytes(np.empty(0, np.uint8), np.zeros(1, np.int64))
 NO_TOKEN = -1
-IDS_MULTIPLE = 8  # a few more end tokens, as an evaluation may have, compile nothing
+IDS_MULTIPLE = 8  # so that a few more end tokens, as in an evaluation, compile nothing
 
 
 def padded_ids(ids: Collection[int]) -> np.ndarray:
-    """Return end tokens in an array of few possible lengths; int32 [E]."""
+    """Return end tokens, padded so that few array lengths occur; int32 [E]."""
     ids = sorted(set(ids))
     room = max(1, -(-len(ids) // IDS_MULTIPLE)) * IDS_MULTIPLE
     return np.array([*ids, *[NO_TOKEN] * (room - len(ids))], np.int32)
 
 
-Automaton = tuple[np.ndarray, np.ndarray]  # of strings: next states by byte, which are complete
+Automaton = tuple[np.ndarray, np.ndarray]  # next state by byte, whether a string is complete
 NO_STATES = np.zeros((0, 256), np.int16), np.zeros(0, bool)
 
 
@@ -43,7 +44,7 @@ class _Ends:
 
 @dataclasses.dataclass(eq=False)
 class _Rule:
-    """A rule, and how many requests that run have it."""
+    """A rule, and the number of running requests that use it."""
 
     ends: _Ends
     num_requests: int = 0
@@ -55,9 +56,10 @@ class _Rule:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Tables:
-    """All rules, for compiled code: `next_SC` by byte; rule r has the states from `first_R[r]` on.
+    """All rules as arrays, for compiled code.
 
-    A state is counted from its rule's first. `first_R` is −1 for rules without strings.
+    `next_SC` gives the next state by byte. The states of rule r start at `first_R[r]` and are
+    counted from there; `first_R` is −1 for rules without strings.
     """
 
     ids_RE: np.ndarray
@@ -82,10 +84,10 @@ class _Tables:
 
 
 class Endings:
-    """The rules of one rollout, one for each set of ends that its running requests have.
+    """The rules of one rollout: a rule for each set of stops that its running requests have.
 
-    `stop_ids` and the stops of `sampling`, the rollout's own, hold for all; they are rule 0. Raises
-    ValueError for stop strings without `words`, the text of the tokens.
+    `stop_ids` and the stops of `sampling`, the sampling of the rollout, apply to all requests and
+    are rule 0. Raises ValueError for stop strings without `words`, the text of the tokens.
     """
 
     def __init__(
@@ -102,9 +104,9 @@ class Endings:
         self.enter(sampling)
 
     def enter(self, sampling: SamplingConfig | None) -> int:
-        """Return the number of a request's rule, until it leaves; None: of the rollout's sampling.
+        """Register a request; return the number of its rule, valid until `leave`.
 
-        Raises ValueError as `check` does.
+        None is the sampling of the rollout. Raises ValueError as `check` does.
         """
         ends = self.check(sampling)
         number = self._numbers.get(ends)
@@ -116,13 +118,13 @@ class Endings:
         return number
 
     def leave(self, number: int) -> None:
-        """Note that a request with this rule does not run any more."""
+        """Record that a request with this rule no longer runs."""
         rule = self._rules[number]
         assert rule is not None and rule.num_requests > 0
         rule.num_requests -= 1
 
     def check(self, sampling: SamplingConfig | None) -> _Ends:
-        """Return a request's ends. Raises ValueError for strings if no text of tokens is known."""
+        """Return the stops of a request. Raises ValueError for strings without token texts."""
         sampling = sampling or self.sampling
         strings = tuple(dict.fromkeys((*self.sampling.stop, *sampling.stop)))
         if strings and self._texts is None:
@@ -135,11 +137,11 @@ class Endings:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the tables."""
+        """The size of the tables, in bytes."""
         return sum(x.nbytes for x in vars(self._tables).values())
 
     def _add(self, ends: _Ends) -> int:
-        """Add a rule in the first free place, after the ones that no request has are gone."""
+        """Remove rules that no request uses, then add a rule in the first free place."""
         for number, rule in enumerate(self._rules):
             if rule is not None and not rule.num_requests:
                 del self._numbers[rule.ends]
@@ -149,12 +151,12 @@ class Endings:
         number = self._numbers[ends] = self._rules.index(None)
         self._rules[number] = _Rule(ends)
         self._tables = _Tables.of(self._rules)
-        # whether there are ends that only the host finds
+        # whether only the host finds some of the stops
         self.unknown_to_device = any(e.strings or e.ids - self._stop_ids for e in self._numbers)
         return number
 
     def read(self, rule: int, tokens: np.ndarray) -> tuple[int, int, bool]:
-        """Return (tokens up to the end, state after them, whether the response ends there)."""
+        """Return (tokens up to the end, state after these tokens, whether the response stops)."""
         count_B, stopped_B = np.array([len(tokens)], np.int32), np.zeros(1, bool)
         state_B = np.zeros(1, np.int32)
         tokens_BN = np.ascontiguousarray(tokens, np.int32)[None]
@@ -169,7 +171,7 @@ class Endings:
         state_B: np.ndarray,
         stopped_B: np.ndarray,
     ) -> None:
-        """Lower `count_B` to the tokens up to each end, set `stopped_B`, advance `state_B`."""
+        """Lower `count_B` to the tokens up to each end; set `stopped_B` and advance `state_B`."""
         tables, texts = self._tables, self._texts or NO_TEXT
         _cut(
             tokens_BN,
@@ -187,7 +189,7 @@ class Endings:
 
 
 def _automaton(strings: Sequence[bytes]) -> Automaton:
-    """Aho and Corasick's automaton: (next state int16 [S, 256], if a string is complete [S])."""
+    """Return an Aho-Corasick automaton: next states, int16 [S, 256]; complete states, bool [S]."""
     edges: list[dict[int, int]] = [{}]
     complete = [False]
     for text in strings:
@@ -226,7 +228,7 @@ def _cut(  # type: ignore[no-untyped-def]
     starts,
 ):
     for b in range(len(count_B)):
-        if not count_B[b]:  # its rule may be gone
+        if not count_B[b]:  # its rule may have been removed
             continue
         state, rule = state_B[b], rule_B[b]
         first = first_R[rule]

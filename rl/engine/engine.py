@@ -1,4 +1,4 @@
-"""One worker's rounds: admit → draft → verify → commit → retire.
+"""The rounds of one worker: admit → draft → verify → commit → retire.
 
     with engine.rollout(spec, max_requests=64, max_tokens=2048):
         engine.add(requests)
@@ -7,8 +7,8 @@
                 ...                     # a Trajectory, or a ChunkEnd: `extend` or `take` it
 
 Shapes come from a pool of buckets (slots, positions, nodes: powers of two), each compiled once;
-`rl.engine.slot_cache` holds the cache. Each device call has one fetch, and is several rounds when
-no draft is wanted. The engine owns no weights: every rollout brings them.
+`rl.engine.slot_cache` holds the cache. Each device call has one fetch, and runs several rounds when
+no draft is wanted. The engine owns no weights; every rollout supplies its weights.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ OnRound = Callable[[int, int], None]  # (responses finished, tokens emitted) so 
 
 
 class ChunkEnd(NamedTuple):
-    """A request has its `max_tokens` more tokens; it holds its row until `extend` or `take`."""
+    """A request has gained its `max_tokens`; it holds its row until `extend` or `take`."""
 
     request_id: int
     response_tokens: int
@@ -64,7 +64,7 @@ Event = Trajectory | ChunkEnd
 
 
 class Engine(ModelRunner):
-    """A policy's runner that takes requests to trajectories, one rollout at a time."""
+    """A model runner that turns requests into trajectories, one rollout at a time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,30 +77,30 @@ class Engine(ModelRunner):
 
     @property
     def rows(self) -> SlotCache:
-        """Return the rows of the present rollout."""
+        """Return the rows of the current rollout."""
         return self._rows
 
     @property
     def where(self) -> str:
-        """Return the name of its devices."""
+        """Return a name for the devices of this engine."""
         devices = [self.device] if self.mesh is None else list(self.mesh.devices.flat)
         first, more = devices[0] or jax.local_devices()[0], len(devices) - 1
         return f"{first.platform}:{first.id}" + (f" and {more} more" if more else "")
 
     def abandoned(self) -> Engine:
-        """Return another engine in place of this one, whose thread hangs."""
+        """Return a new engine to replace this engine after its thread hung."""
         return dataclasses.replace(self)
 
     def do(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns in the thread of rollouts: this one."""
+        """Call `work` in the thread of rollouts, here the current thread; return its result."""
         return work()
 
     def drafter_context(self, spec: RolloutSpec) -> DrafterContext:
-        """Return the worker that drafters of a rollout are made for."""
+        """Return the context that the drafters of a rollout are made for."""
         return DrafterContext(self, spec, CachedStates(self, lambda: self._rows.cache))
 
     def free(self) -> None:
-        """Give the cache's memory back; the next rollout makes another one."""
+        """Free the memory of the cache; the next rollout allocates a new cache."""
         self._rows.drop()
 
     # -- the rollout -------------------------------------------------------
@@ -114,12 +114,12 @@ class Engine(ModelRunner):
         on_finish: OnFinish | None = None,
         on_round: OnRound | None = None,
     ) -> list[Trajectory]:
-        """Generate every request to its end; trajectories in the order of the requests.
+        """Generate all responses to their end; return trajectories in the order of the requests.
 
-        `on_round` is called after every fetch and may raise, which ends the rollout. All processes
-        of a mesh call this alike. Raises ValueError, before any device work, for requests that
+        `on_round` is called after every fetch and may raise, which stops the rollout. All processes
+        of a mesh make the same call. Raises ValueError, before any device work, for requests that
         cannot run: empty or too long prompts, tokens outside the vocabulary, repeated ids. Raises
-        NonFiniteLogits if a response has none that are finite.
+        NonFiniteLogits if a response ended at logits that are not finite.
         """
         self.check(requests, spec.sampling)
         spec.endings(requests)
@@ -149,10 +149,10 @@ class Engine(ModelRunner):
         kv_tokens: int | None = None,
         stats: EngineStats | None = None,
     ) -> Iterator[None]:
-        """Open a rollout: inside, `add`, `step` and `remove` work on requests of `spec`.
+        """Open a rollout: within the context, `add`, `step` and `remove` work on its requests.
 
-        At most `max_requests` run at once, none with more than `max_tokens` of prompt and response
-        together; all hold at most `kv_tokens` cache positions (None: as many as fit).
+        At most `max_requests` run concurrently, each with at most `max_tokens` of prompt and
+        response together; all hold at most `kv_tokens` cache positions, if set.
         """
         self.stats, self._spec = stats or EngineStats(), spec
         self._kv_tokens = UNLIMITED if kv_tokens is None else kv_tokens
@@ -174,7 +174,7 @@ class Engine(ModelRunner):
                 begun_counts=self.stats.begun,
                 early_miss_rate=spec.early_miss_rate,
             )
-        # a fetch may write one beyond
+        # a fetch may write one token past the end
         lora = self.model.lora
         table = SlotTable(
             *(num_slots, max_tokens + 1, endings, cached),
@@ -185,7 +185,7 @@ class Engine(ModelRunner):
         delivery = StateDelivery(spec.sink, in_turn=self.spans_processes)
         with self.mesh_context(), delivery as self._delivery:
             try:
-                # rows of an earlier policy hold nothing that is of use
+                # rows of an earlier policy hold nothing useful
                 self._rows.reset(table)
                 yield
             except BaseException:
@@ -193,11 +193,11 @@ class Engine(ModelRunner):
                 raise
 
     def add(self, requests: Sequence[PartialRequest]) -> None:
-        """Queue requests, each for at most its `max_tokens` more tokens."""
+        """Queue requests, each for at most `max_tokens` further tokens."""
         self._waiting.add(requests)
 
     def use(self, params: Params) -> None:
-        """Replace the weights; running requests must have equal ones."""
+        """Replace the weights, which must stay equal for running requests."""
         self._spec = dataclasses.replace(self._spec, params=params)
         self._rounds.params = params
 
@@ -207,7 +207,7 @@ class Engine(ModelRunner):
         return len(self._waiting) > 0 or self._table.num_busy > 0
 
     def step(self) -> list[Event]:
-        """Admit, run one fetch's rounds, retire; return which requests or chunks ended."""
+        """Admit, run the rounds of one fetch, retire; return finished requests and chunks."""
         start_s, num_programs = self.clock(), compilations.num_programs()
         assert not self._table.chunk_ended_rows(), "each is extended or taken before the next step"
         self._admit()
@@ -225,15 +225,15 @@ class Engine(ModelRunner):
         return [*self._chunk_ends(), *self._retire_ended()]
 
     def extend(self, request_id: int, max_tokens: int) -> None:
-        """Let a request whose chunk ended have `max_tokens` more tokens in its row."""
+        """Continue a request in its row after a chunk, for `max_tokens` more tokens."""
         [row] = self._rows_of([request_id]).tolist()
         self._table.extend(row, max_tokens)
         self._rows.changed()
 
     def take(self, request_ids: Sequence[int]) -> Iterator[list[PartialRequest]]:
-        """Yield requests whose chunks ended, as many as one call reads, and free their rows."""
+        """Yield requests after the end of their chunks, in batches of one read; free their rows."""
         if not request_ids:
-            return  # as after most rounds: the device's copy of the table stays
+            return  # as after most rounds; the device keeps its copy of the table
         rows, P = self._rows_of(request_ids), self.config.prefill_rows
         self._speculator.left(self._table.view(rows))
         self._rows.changed()
@@ -242,7 +242,7 @@ class Engine(ModelRunner):
             yield self._rows.leave(some, self._spec.policy_version)
 
     def copy(self, request_id: int) -> PartialRequest | None:
-        """Return a running request as it is now, with keys and values; None if it has no row."""
+        """Return the current state of a request, with keys and values; None without a live row."""
         rows = self._rows_of([request_id])
         rows = rows[self._table.live_B[rows]]
         if not len(rows):
@@ -250,14 +250,14 @@ class Engine(ModelRunner):
         return self._rows.copied(int(rows[0]), self._spec.policy_version)
 
     def remove(self, request_ids: Sequence[int]) -> None:
-        """End these requests without an answer, if they are here."""
+        """Drop these requests, queued or running, without a response; ignore unknown ids."""
         if not request_ids:
             return  # as after most rounds
         self._waiting.drop(request_ids)
         self._leave_rows(self._rows_of(request_ids), self._table.leave)
 
     def release(self) -> list[PartialRequest]:
-        """Return all requests with the tokens that they have, without keys and values."""
+        """Remove and return all requests with their tokens so far, without keys and values."""
         (rows,) = np.nonzero(self._table.busy_B)
         leaving = self._leave_rows(rows, self._table.leave)
         leaving += [p.without_kv() for p in self._waiting.take_partial()]
@@ -269,7 +269,7 @@ class Engine(ModelRunner):
         """Free rows by `SlotTable.leave` or `SlotTable.preempt`; return their requests."""
         if not len(rows):
             return []
-        has_drafted_B = self._table.live_B | (self._table.emitted_B > 0)  # some verify again
+        has_drafted_B = self._table.live_B | (self._table.emitted_B > 0)  # some rows verify again
         self._speculator.left(self._table.view(rows[has_drafted_B[rows]]))
         self._rows.changed()
         return [leave(row, self._spec.policy_version) for row in rows.tolist()]
@@ -281,7 +281,7 @@ class Engine(ModelRunner):
         return spec.times is None or spec.times.chunks_pay(*bucket, chunk_tokens)
 
     def _chunk_price(self, spec: RolloutSpec) -> ChunkPrice | None:
-        """Return the price of passes; None if a rule has to decide, or nothing is measured."""
+        """Return the price of passes; None if a rule has to decide, or without measured times."""
         decides = spec.rule is not None and not spec.rule.mode.couples_noise
         if decides or spec.times is None:
             return None
@@ -309,7 +309,7 @@ class Engine(ModelRunner):
             rows.changed()
 
     def _preempt(self) -> None:
-        """Free rows that do not fit any more; their requests wait to be recomputed."""
+        """Free rows that no longer fit; their requests wait to be recomputed."""
         rows = list[int]()
         if self._kv_tokens < UNLIMITED:
             rows = admission.rows_to_preempt(self._table, self._fetch_tokens, self._kv_tokens)
@@ -319,7 +319,7 @@ class Engine(ModelRunner):
         self.stats.preemptions += len(rows) + len(short)
 
     def _leave(self, rows: Sequence[int]) -> None:
-        """Let the requests of rows wait again, the newest last."""
+        """Return the requests of rows to the front of the queue, the newest last."""
         if not rows:
             return
         leaving = self._leave_rows(np.array(rows, int), self._table.preempt)
@@ -327,9 +327,9 @@ class Engine(ModelRunner):
 
     @property
     def _fetch_tokens(self) -> int:
-        """The most tokens that a row gains in one fetch."""
+        """The maximum number of tokens that a row gains in one fetch."""
         rounds = self.config.rounds_per_fetch
-        # a budget may decide for plain rounds
+        # a budget may choose plain rounds
         drafts = self._speculator.drafter is not None or self._table.cached is not None
         return max(self.config.max_nodes, rounds) if drafts else rounds
 
@@ -364,7 +364,7 @@ class Engine(ModelRunner):
             emitted = tokens_BN[live.rows_A], count_B[live.rows_A]
             self._speculator.observe(live, drafts, decision.taken_A, *emitted)
         num_cached = self._speculator.num_cached(drafts, decision) if table.cached else 0
-        (rows_A,) = np.nonzero(table.live_B)  # some may have joined that lacked tokens
+        (rows_A,) = np.nonzero(table.live_B)  # includes rows that lacked tokens before
         self.stats.timeline.append(
             RoundRecord(
                 began_s=began_s,
@@ -390,27 +390,27 @@ class Engine(ModelRunner):
         )
 
     def _price_rounds(self, num_nodes: int, count_A: np.ndarray, rounds_A: np.ndarray) -> None:
-        """Tell the price of cached responses how fast rounds are."""
+        """Report the tokens and rounds of a fetch to the price of cached responses."""
         cached = self._table.cached
         if cached is not None and cached.price is not None and len(count_A):
             at = len(self._table), num_nodes, self._rows.num_positions
             cached.price.observe(float(count_A.mean()), int(rounds_A.max()), at)
 
     def _stop_after(self) -> int:
-        """Ended requests after which the host can refill slots, or the batch can shrink."""
+        """Return how many requests must finish before slots are refilled or the batch shrinks."""
         busy = self._table.num_busy
         return max(1, busy // 8 if len(self._waiting) else busy - len(self._table) // 2)
 
     # -- retirement --------------------------------------------------------
 
     def _retire_ended(self) -> list[Trajectory]:
-        """Free the rows of requests that the last round ended; return their trajectories."""
+        """Free the rows of requests that the last rounds finished; return the trajectories."""
         spec, table = self._spec, self._table
         rows = np.array(table.ended_rows(), int)
         if not len(rows):
             return []
         self._speculator.finished(table.view(rows))
-        # a copy has its request's states, which that request's worker may send
+        # a copy has the states of its request, which the worker of the original may send
         originals = [b for b in rows.tolist() if not copy_of(int(table.request_ids_B[b]))[1]]
         self._rows.send(originals, self._delivery, spec.policy_version)
         return [table.retire(b, spec.policy_version) for b in rows.tolist()]
@@ -420,20 +420,20 @@ class Engine(ModelRunner):
         return [ChunkEnd(int(ids_B[b]), int(emitted_B[b])) for b in self._table.chunk_ended_rows()]
 
     def _rows_of(self, request_ids: Sequence[int]) -> np.ndarray:
-        """Return the rows of these requests, of those that have one, in order."""
+        """Return the rows of these requests in row order, without requests that have no row."""
         table = self._table
         return np.nonzero(table.busy_B & np.isin(table.request_ids_B, request_ids))[0]
 
 
 class ThreadedEngine(Engine):
-    """An engine on devices of a trainer's mesh: its threads know nothing of that."""
+    """An engine on devices of a trainer mesh, run in separate threads without that mesh."""
 
     def do(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns in a thread without a mesh."""
+        """Call `work` in a thread without a mesh; return its result."""
         return in_thread(work)
 
     def run(self, *given: Any, **options: Any) -> list[Trajectory]:
-        """See `Engine.run`; callbacks run in the rollout's thread."""
+        """See `Engine.run`; callbacks run in the thread of the rollout."""
         return in_thread(partial(super().run, *given, **options))
 
 
@@ -444,7 +444,7 @@ def in_thread(work: Callable[[], T]) -> T:
 
 
 class RolloutEngine(Protocol):
-    """Answers requests: one engine, or several under a scheduler (`rl.workers`)."""
+    """A source of responses; either one engine, or several under a scheduler (`rl.workers`)."""
 
     stats: EngineStats  # of the last rollout
 
@@ -457,7 +457,7 @@ class RolloutEngine(Protocol):
         ...
 
     def do(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns in a thread that compiles and places as rollouts do."""
+        """Call `work` in a thread that compiles and places as rollouts do; return its result."""
         ...
 
     def run(
@@ -468,8 +468,9 @@ class RolloutEngine(Protocol):
         on_finish: OnFinish | None = None,
         on_round: OnRound | None = None,
     ) -> list[Trajectory]:
-        """Generate every request to its end; trajectories in the order of the requests.
+        """Generate all responses to their end; return trajectories in the order of the requests.
 
-        `on_finish` is called as responses end, `on_round` now and then: raising ends the rollout.
+        `on_finish` is called as responses finish, `on_round` occasionally; an exception raised by
+        either stops the rollout.
         """
         ...

@@ -1,6 +1,6 @@
-"""A record of an engine's launches, to compare between the processes of one mesh.
+"""A record of engine launches, to compare between the processes of one mesh.
 
-A different program hangs in a collective; different inputs spoil all tokens. B = slots.
+Different programs hang in a collective; different inputs corrupt all tokens. B = slots.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from reprise.rl.engine.slot_table import SlotTable
 
 
 class Launch(NamedTuple):
-    """A program about to be launched, or tokens that have come."""
+    """A program about to be launched, or tokens that were fetched."""
 
     program: str
     sizes: tuple[int, ...]
     request_ids_B: np.ndarray
     tokens_B: np.ndarray  # of prompt and response
-    busy_B: np.ndarray  # others are of no meaning
+    busy_B: np.ndarray  # other rows have no meaning
 
     def __str__(self) -> str:
         sizes = " × ".join(map(str, self.sizes))
@@ -31,15 +31,15 @@ class Launch(NamedTuple):
 
 
 class Lockstep(Protocol):
-    """Observes every launch of engines, in their thread."""
+    """An observer of every engine launch, called in the thread of the engine."""
 
     def launched(self, digest: int, what: object) -> None:
-        """Record a launch: 32 bits of all so far, and what `str(what)` describes."""
+        """Record a launch: a 32-bit digest of all launches so far, and `what`, for messages."""
         ...
 
 
 class LaunchRecord:
-    """The digest of one engine's launches; without an observer there is none."""
+    """The digest of the launches of one engine; without an observer nothing is recorded."""
 
     def __init__(self, observer: Lockstep | None) -> None:
         self._observer, self._digest = observer, 0
@@ -47,7 +47,7 @@ class LaunchRecord:
     def note(
         self, program: str, sizes: tuple[int, ...], table: SlotTable, *inputs: np.ndarray | None
     ) -> None:
-        """Note a launch, or a fetch, of these sizes for the requests of a table."""
+        """Record a launch or a fetch of these sizes for the requests of a table."""
         if self._observer is None:
             return
         rows = table.request_ids_B, table.total_tokens_B, table.busy_B

@@ -1,4 +1,4 @@
-"""A policy on its devices: the static arguments of its steps, and the arrays put there."""
+"""A policy on its devices: static arguments of its steps, and placement of its arrays."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from reprise.spec.draft_cache.drafting import Shape
 from reprise.spec.page_table import spread
 
 T = TypeVar("T")
-# jax lists an array's shards when it is first read: two threads at once see half of them
+# jax lists the shards of an array at its first read; concurrent threads can see a partial list
 _placing = threading.Lock()
-ONE_SIZE_BYTES = 2**30  # of all rows, at most: they have their whole length from the start
-MOST_AT_ONCE = 2  # programs of a CPU; each has parts for several cores
+ONE_SIZE_BYTES = 2**30  # up to this total size, rows have their full length from the start
+MOST_AT_ONCE = 2  # programs of a CPU; each program uses several cores
 MAX_DRAWING_TOKENS = 32  # of a chunk
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class ModelRunner:
-    """A policy's shape and settings on one worker's devices.
+    """The shape and settings of a policy on the devices of one worker.
 
     `before_positions` is called with the positions that a cache in use is about to get.
     Buckets follow from `longest_tokens` of prompt and response, and from `most_slots` (`expect`).
-    Without a mesh, a `device` of None is the process's default: arrays on a named one are bound to
+    Without a mesh, a `device` of None is the process default: arrays on a named device are bound to
     it, and a mixture would compile another program. Hidden states are kept after `feature_layers`
-    and the last layer; None: not at all.
+    and after the last layer, unless `feature_layers` is None.
     """
 
     model: ModelConfig
@@ -70,7 +70,7 @@ class ModelRunner:
         self.spans_processes = self.mesh is not None and self.mesh.is_multi_process
         self.record = LaunchRecord(self.lockstep)
         self._threads = ThreadPoolExecutor(MOST_AT_ONCE)
-        self._held = threading.local()  # another thread may run rounds meanwhile
+        self._held = threading.local()  # per thread: another thread may run rounds
         self.before_positions: Callable[[int], None] = lambda num_positions: None
         self.first_slots: set[int] = set()  # the buckets that rollouts start in, if set
 
@@ -80,8 +80,8 @@ class ModelRunner:
 
     @property
     def is_paged(self) -> bool:
-        """Return whether the cache is pages."""
-        # a named kind needs no device, which may not be opened yet
+        """Return whether the cache is paged."""
+        # a named kind of cache does not open a device
         is_cpu = self.config.cache == "auto" and self._first_device.platform == "cpu"
         return self.config.is_paged(is_cpu)
 
@@ -96,12 +96,12 @@ class ModelRunner:
 
     @property
     def num_pages(self) -> int:
-        """The pages of the cache. Raises ValueError if the longest request does not fit."""
+        """The number of cache pages. Raises ValueError if the longest request does not fit."""
         slots = max(self.most_slots, self.config.slot_bucket(1))
         return self.config.num_pages(slots, self.longest_tokens, self.batch_ways)
 
     def kv_tokens(self, num_slots: int, longest_tokens: int) -> int:
-        """Return how many positions so many requests can hold together, however they share them."""
+        """Return how many positions `num_slots` requests can hold in total, however distributed."""
         needed = num_slots * longest_tokens
         if not (self.is_paged and self.config.pages):
             return needed
@@ -109,7 +109,7 @@ class ModelRunner:
         return max(longest_tokens, min(needed, (pages - num_slots) * self.config.page_tokens))
 
     def empty_cache(self, num_slots: int, num_positions: int) -> Cache:
-        """Return an empty cache on these devices, never whole on one of several."""
+        """Return an empty cache, allocated shard by shard on these devices."""
         kind = self.dtype, self.feature_layers
         if not self.is_paged:
             return kv_cache.init(self.model, num_slots, num_positions, *kind, self.zero_rows)
@@ -142,7 +142,7 @@ class ModelRunner:
         return self._no_pending(self.config.most_nodes(num_slots))
 
     def empty_entries(self, num_chunks: int, chunk_tokens: int | None = None) -> kv_cache.Entries:
-        """Return entries of a round's chunks, on these devices."""
+        """Return zeroed entries for the chunks of a round, on these devices."""
         none = self._no_pending(num_chunks * (chunk_tokens or self.chunk_tokens))
         return kv_cache.Entries(none.keys, none.values, none.features)
 
@@ -159,7 +159,7 @@ class ModelRunner:
     def zero_rows(
         self, shape: Sequence[int], dtype: Any, axes: Sequence[str | None] = CACHE_AXES
     ) -> Any:
-        """Return zeroed keys, values or features of rows, each device's shard made on it."""
+        """Return zeroed keys, values or features of rows; each device makes its shard."""
         return self._zeros(shape, dtype, self._cache_sharding(shape, axes))
 
     def _zeros(self, shape: Sequence[int], dtype: Any, where: Sharding | None) -> Any:
@@ -169,7 +169,7 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def shapes_only(self) -> Iterator[None]:
-        """In this thread, make shapes without memory of all arrays: steps are lowered on them."""
+        """Make shapes instead of arrays in this thread, so that steps can be lowered on them."""
         before, self._held.shapes = self.makes_shapes, True
         try:
             yield
@@ -178,23 +178,23 @@ class ModelRunner:
 
     @property
     def makes_shapes(self) -> bool:
-        """Return whether this thread is inside of `shapes_only`."""
+        """Return whether this thread is inside `shapes_only`."""
         return getattr(self._held, "shapes", False)
 
     def made(self, make: Callable[..., T], *args: Any) -> T:
-        """Return `make(*args)`, arrays whole on each of these devices, or their shapes."""
+        """Return the arrays `make(*args)`, replicated on these devices, or their shapes."""
         if not self.makes_shapes:
             return make(*args)
         return jax.tree.map(self._made, jax.eval_shape(make, *args))
 
     def _made(self, x: jax.ShapeDtypeStruct) -> Any:
-        """Return the shape of a program's whole result: the spec of keys names each axis."""
+        """Return the shape of a replicated result; the spec of random keys names each axis."""
         if self.mesh is None or not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             return self.put(x)
         return _shape(x, NamedSharding(self.mesh, PartitionSpec(*[None] * x.ndim)))
 
     def expect(self, num_requests: int, longest_tokens: int) -> None:
-        """Make room in the buckets for so many requests of `longest_tokens`."""
+        """Extend the buckets for `num_requests` requests of `longest_tokens`."""
         self.longest_tokens = max(self.longest_tokens, longest_tokens)
         self.most_slots = max(self.most_slots, self.config.slot_bucket(num_requests))
 
@@ -204,7 +204,7 @@ class ModelRunner:
         return sizes if self._rows_grow(sizes[-1]) else sizes[-1:]
 
     def _rows_grow(self, num_positions: int) -> bool:
-        """Return whether rows start shorter than so many positions."""
+        """Return whether rows start shorter than their full length of `num_positions`."""
         if self.config.min_positions:
             return True
         model, states = self.model, 0
@@ -215,29 +215,29 @@ class ModelRunner:
         return self.most_slots * row_bytes > ONE_SIZE_BYTES
 
     def round_positions(self, num_slots: int) -> list[int]:
-        """Return the positions of rounds of `num_slots`, smallest first; one if they are pages."""
+        """Return the positions of rounds of `num_slots`, smallest first; a single one for pages."""
         if self.is_paged:
             return [self.config.slot_pages(self.longest_tokens) * self.config.page_tokens]
         return self.position_sizes(num_slots)
 
     @property
     def chunk_tokens(self) -> int:
-        """The tokens of a prompt that a round computes in one chunk."""
+        """The number of prompt tokens that a round computes in one chunk."""
         return self.config.chunk_tokens(self.longest_tokens, self.is_paged)
 
     @property
     def drawing_tokens(self) -> int:
-        """The tokens of a chunk that draws: few, since its draws end at the first difference."""
+        """The tokens of a chunk that draws, few because draws count up to the first difference."""
         return min(MAX_DRAWING_TOKENS, self.chunk_tokens)
 
     def drawing_chunks(self, num_slots: int) -> list[int]:
-        """Return the numbers of chunks of passes that draw after their tokens, smallest first."""
+        """Return the chunk counts of passes that draw after each token, smallest first."""
         return self.config.drawing_chunks(num_slots, self.drawing_tokens)
 
     def pass_parts(self, num_rows: int, num_slots: int) -> list[int]:
-        """Return the chunks of the programs that draw for so many rows, one each.
+        """Return the chunk counts of the programs that draw for `num_rows` rows, one chunk a row.
 
-        There are as many as run at once, if the rows fill so many.
+        With enough rows there are at least `num_at_once` programs.
         """
         sizes, parts = self.drawing_chunks(num_slots), list[int]()
         each = max(num_rows // self.num_at_once, sizes[0])
@@ -249,11 +249,11 @@ class ModelRunner:
 
     @property
     def beside_chunks(self) -> list[int]:
-        """Return the numbers of chunks that draw with a round: more gain nothing by it."""
+        """Return the chunk counts of passes that draw together with a round; more gain nothing."""
         return [self.batch_ways]
 
     def slots_for(self, num_requests: int) -> int:
-        """Return the bucket of slots that a rollout starts in: prompts are computed in it."""
+        """Return the bucket of slots that a rollout starts in, and computes its prompts in."""
         needed = self.config.slot_bucket(num_requests)
         return min((B for B in self.first_slots if B >= needed), default=needed)
 
@@ -273,7 +273,7 @@ class ModelRunner:
     def insert_kv(
         self, cache: kv_cache.KVCache, entering: Sequence[tuple[HostKv, int]]
     ) -> kv_cache.KVCache:
-        """Write (keys and values from the host, row), `prefill_rows` rows a call."""
+        """Write host keys and values to the given rows, `prefill_rows` rows per call."""
         B, P = cache.num_slots, self.config.prefill_rows
         sizes = self.config.position_sizes(self.longest_tokens)
         for first in range(0, len(entering), P):
@@ -287,7 +287,7 @@ class ModelRunner:
     def read_kv(
         self, cache: kv_cache.KVCache, rows: Sequence[int], num_tokens: Sequence[int]
     ) -> list[HostKv]:
-        """Return keys and values of the rows' first tokens, on the host."""
+        """Return keys and values of the first `num_tokens` tokens of rows, on the host."""
         P, result = self.config.prefill_rows, list[HostKv]()
         for first in range(0, len(rows), P):
             row_P, some = np.zeros(P, np.int32), slice(first, first + P)
@@ -299,7 +299,7 @@ class ModelRunner:
     def copy_states(
         self, cache: kv_cache.KVCache, row: int, num_tokens: int
     ) -> list[tuple[int, jax.Array]]:
-        """Return copies on the device of the hidden states of a row's first tokens (`Ended`)."""
+        """Return device copies of the hidden states of the first tokens of a row (`Ended`)."""
         [features_B1SW], S = cache.features, cache.num_positions
         C = min(cache_ops.STATE_COPY_TOKENS, S)
         starts = [min(start, S - C) for start in range(0, num_tokens, C)]
@@ -326,7 +326,7 @@ class ModelRunner:
     def draft_options(
         self, scheme: Draw, num_slots: int, decision: DraftDecision
     ) -> dict[str, Any]:
-        """Return the static arguments of `draft_rounds` but for its drafter."""
+        """Return the static arguments of `draft_rounds`, except its drafter."""
         num_nodes = decision.num_nodes
         tree_nodes = num_nodes // num_slots
         if decision.tree_tokens >= tree_nodes:
@@ -337,21 +337,21 @@ class ModelRunner:
     def slot_arguments(
         self, ints_BC: np.ndarray, processing_B2: np.ndarray, key: jax.Array
     ) -> tuple[Any, ...]:
-        """Return the arguments of `cache_ops.make_slots` for a table's columns and a `put` key."""
+        """Return the arguments of `cache_ops.make_slots` for table columns and a `put` key."""
         return self.argument(ints_BC), self.argument(processing_B2), key
 
     def argument(self, x: np.ndarray) -> Any:
-        """Return a host array as one call's argument: without a mesh jit is faster than `put`."""
+        """Return a host array as an argument of one call; without a mesh, jit beats `put`."""
         return x if self.mesh is None else self.put(x)
 
     def cast(self, x: Any) -> Any:
-        """Return an array, wherever it is, in the type that this policy computes in."""
+        """Return an array, on the host or a device, in the type that this policy computes in."""
         if self.makes_shapes:
             return jax.ShapeDtypeStruct(x.shape, self.dtype)
         return x.astype(self.dtype)
 
     def put(self, x: Any) -> jax.Array:
-        """Put an array whole on each of these devices."""
+        """Replicate an array on these devices."""
         if self.makes_shapes:
             return _shape(x, self._whole)
         where = self.device if self.mesh is None else self._whole
@@ -362,12 +362,12 @@ class ModelRunner:
         return self.in_turn(cache_ops.gathered(x)) if self.spans_processes else x
 
     def in_turn(self, results: T) -> T:
-        """Return the results of a program; wait for them if no other may start before."""
+        """Return the results of a program; wait for them if the next program may not overlap."""
         return devices.in_turn(results) if self.spans_processes else results
 
     @property
     def _whole(self) -> Sharding | None:
-        """The sharding of arrays that are whole on each of these devices."""
+        """The sharding of arrays that are replicated on these devices."""
         if self.mesh is not None:
             return NamedSharding(self.mesh, PartitionSpec())
         return None if self.device is None else SingleDeviceSharding(self.device)
@@ -375,7 +375,7 @@ class ModelRunner:
     def place(
         self, params: transformer.Params, model: ModelConfig | None = None
     ) -> transformer.Params:
-        """Put weights, of the policy or another `model`, on these devices; from any thread."""
+        """Put weights of the policy or another `model` on these devices; safe from any thread."""
         with _placing:
             return self._place(params, model or self.model)
 
@@ -384,14 +384,14 @@ class ModelRunner:
             return jax.tree.map(self.put, params)
         if self.mesh is None:
             arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
-            scattered = any(len(x.devices()) > 1 for x in arrays)  # over a trainer's mesh
+            scattered = any(len(x.devices()) > 1 for x in arrays)  # over the mesh of a trainer
             device = jax.local_devices()[0] if scattered and self.device is None else self.device
             return jax.device_put(params, device)
         shardings = sharding.param_shardings(self.mesh, transformer.param_specs(model))
         return jax.tree.map(_shape if self.makes_shapes else sharding.put, params, shardings)
 
     def put_kv(self, x: np.ndarray, kind: kv_cache.Kind) -> jax.Array:
-        """Put keys, values or features of rows on a cache's shards."""
+        """Put keys, values or features of rows, sharded like a cache."""
         return sharding.put(x, self._cache_sharding(x.shape, kind.axes))
 
     def _cache_sharding(self, shape: Sequence[int], axes: Sequence[str | None]) -> Sharding | None:
@@ -401,15 +401,15 @@ class ModelRunner:
 
     @property
     def num_at_once(self) -> int:
-        """Return how many programs these devices run at a time: a CPU several.
+        """Return how many programs these devices run concurrently; more than one only on a CPU.
 
-        On a mesh one: its devices would run the programs of two threads in different orders.
+        On a mesh, devices would run the programs of two threads in different orders.
         """
         is_cpu = self.mesh is None and self._first_device.platform == "cpu"
         return min(MOST_AT_ONCE, os.cpu_count() or 1) if is_cpu else 1
 
     def at_once(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """Return the results of independent calls; a CPU serializes the calls of one thread."""
+        """Return the results of independent calls; on a CPU, threads let the calls overlap."""
         if min(self.num_at_once, len(calls)) == 1:
             return [call() for call in calls]
 
@@ -423,11 +423,11 @@ class ModelRunner:
         """Return the context that steps on these devices are called in."""
         if self.mesh is not None:
             return jax.set_mesh(self.mesh)
-        return jax.default_device(self.device)  # None too: a thread may be at another runner's
+        return jax.default_device(self.device)  # None resets another runner's device
 
 
 def _shape(x: Any, where: Sharding | None) -> Any:
-    """Return the shape of an array on these devices; None: on whichever it is needed."""
+    """Return the shape of an array with this sharding, or uncommitted (None)."""
     aval = jax.typeof(x)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=where, weak_type=aval.weak_type)
 
@@ -435,7 +435,7 @@ def _shape(x: Any, where: Sharding | None) -> Any:
 def _pairs(
     pairs: Sequence[tuple[int, int]], num_slots: int
 ) -> tuple[np.ndarray, np.ndarray, np.int32]:
-    """Sources and targets, padded to one entry a slot, and how many there are."""
+    """Return sources and targets, padded to one entry per slot, and their number."""
     table = np.zeros((2, num_slots), np.int32)
     table[:, : len(pairs)] = np.asarray(pairs, np.int32).T
     return table[0], table[1], np.int32(len(pairs))

@@ -1,7 +1,7 @@
-"""The cache of a worker's slots in pages: a request holds pages for its tokens only.
+"""The cache of worker slots in pages; a request holds pages for its tokens only.
 
-Free rows keep the pages of their prompt until others need them. If pages run out, the newest
-requests leave, wait, and are computed again.
+Free rows keep the pages of their prompt until other rows need the pages. If pages run out, the
+newest requests leave, wait, and are computed again.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from reprise.spec.page_table import PageTable
 
 
 class PageMemory:
-    """Pages and their table; `rl.engine.row_memory.RowMemory` is the same for rows."""
+    """Pages and their table; `rl.engine.row_memory.RowMemory` has the same methods for rows."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.cache: PagedCache | None = None
         self._pages = PageTable(0, 0, 0, runner.config.page_tokens)
-        self._stale = False  # the device's table is not this one
+        self._stale = False  # the table on the device is outdated
         self._wanted_later: Collection[int] = ()
-        self._shared = dict[int, int]()  # the first pages of entering rows that others have too
+        self._shared = dict[int, int]()  # numbers of leading shared pages of entering rows
         self._fetch_tokens = 0
 
     @property
@@ -43,12 +43,12 @@ class PageMemory:
         return self.cache
 
     def reset(self, num_slots: int) -> None:
-        """Start with no page in use; keep a cache of as many."""
+        """Start with no page in use; keep a cache of the same size."""
         runner, held = self._runner, self.cache
         [num_positions] = runner.round_positions(num_slots)
         size = runner.num_pages, runner.config.page_tokens
         if held is None or held.values[0].shape[::2] != size:
-            self.cache = held = None  # free it before there is another
+            self.cache = held = None  # free the old cache before the allocation
             cache = runner.empty_cache(num_slots, num_positions)
             assert isinstance(cache, PagedCache)
             self.cache = cache
@@ -56,7 +56,7 @@ class PageMemory:
         self._pages = PageTable(num_slots, num_positions // T, size[0], T, runner.batch_ways)
         self._stale = True
 
-    # -- who has a row, and who has to leave -------------------------------------------
+    # -- assignment and preemption -----------------------------------------------------
 
     def assign(
         self,
@@ -65,18 +65,18 @@ class PageMemory:
         fetch_tokens: int,
         wanted_later: Collection[int],
     ) -> list[int]:
-        """Return a free row for each of the first waiting requests, for as many as pages are free.
+        """Return free rows for the first waiting requests, up to the first request without pages.
 
-        One alone always fits.
+        A single request always fits.
         """
         return admission.assign_pages(waiting, table, self._pages, fetch_tokens, wanted_later)
 
     def make_room(
         self, table: SlotTable, fetch_tokens: int, wanted_later: Collection[int]
     ) -> list[int]:
-        """Reserve what busy rows need until the next fetch; return the newest, which have to leave.
+        """Reserve pages for busy rows until the next fetch; return the newest rows that must leave.
 
-        Rows that wait for a sibling's prompt get their pages with it.
+        Rows that wait for the prompt of a sibling get their pages with the prompt.
         """
         self._wanted_later, self._fetch_tokens = wanted_later, fetch_tokens
         needed_B = admission.needed_B(table, fetch_tokens)
@@ -86,7 +86,7 @@ class PageMemory:
         if self._pages.held_B[oldest].all():  # no row waits for a prompt
             short_B = self._short_B(needed_B)
             rows = [row for row in oldest if short_B[row]]
-        leaving, older = list[int](), set[tuple[int, int]]()  # parts and prompts of those that stay
+        leaving, older = list[int](), set[tuple[int, int]]()  # parts and prompts of rows that stay
         for row in rows:
             if row in leaving:
                 continue
@@ -109,7 +109,7 @@ class PageMemory:
         return holds and row not in leaving and self._pages.part_of(row) == part
 
     def _waits(self, table: SlotTable, row: int, older: Collection[tuple[int, int]]) -> bool:
-        """Return whether a row without pages waits for its prompt: an `older` one computes it."""
+        """Return whether a row without pages waits for its prompt from an `older` row or holder."""
         if self._pages.held_B[row] or not self._lacks_prompt(table, row):
             return False
         part, number = self._pages.part_of(row), int(table.prompt_B[row])
@@ -120,16 +120,16 @@ class PageMemory:
         return bool(table.missing_tokens_B[row] > 0) and table.prompts[row] is None
 
     def _holders(self, table: SlotTable, part: int, number: int) -> list[int]:
-        """Return the rows of a part that have pages with this prompt, whole."""
+        """Return the rows of a part that have pages and hold this prompt in full."""
         rows = [row for row, prompt in enumerate(table.prompts) if prompt == number]
         return [r for r in rows if self._pages.part_of(r) == part and self._pages.held_B[r]]
 
     def _forget_prompt(
         self, table: SlotTable, part: int, *, source: int = -1, last_resort: bool = False
     ) -> bool:
-        """Release the prompt of a free row of this part, but not of `source`; False if none has.
+        """Release the prompt of a free row of this part except `source`; return False without one.
 
-        The only one that rows without pages wait for is given up as a last resort.
+        The only copy of a prompt that rows without pages wait for is released as a last resort.
         """
         pages, missing = self._pages, table.lacking()
         waited_for = {
@@ -171,9 +171,9 @@ class PageMemory:
         brought: Sequence[tuple[HostKv, int]],
         table: SlotTable,
     ) -> None:
-        """Hold pages for keys and values that come; `make_room` does so for other requests.
+        """Reserve pages for incoming keys and values; `make_room` does so for other requests.
 
-        The full pages of a prompt that another row of the part holds are shared, not brought.
+        The full pages of a prompt that another row of the part holds are shared, not written.
         """
         pages, self._shared = self._pages, {}
         for kv, row in brought:
@@ -189,37 +189,37 @@ class PageMemory:
                 assert has_released, f"no pages for what row {row} brings: {self.books(table)}"
 
     def reserve(self, tokens_B: np.ndarray, least_positions: int = 0) -> None:
-        """Check that rows have pages for so many positions, or none: these wait for a prompt."""
+        """Check that rows have pages for `tokens_B` positions; rows without pages may wait."""
         has_pages_B = self._pages.held_B > 0
         assert not (self._short_B(tokens_B) & has_pages_B).any(), "a row outgrew its pages"
 
     def _short_B(self, tokens_B: np.ndarray) -> np.ndarray:
-        """Return which rows lack pages for so many positions."""
+        """Return which rows lack pages for `tokens_B` positions."""
         return tokens_B > self._pages.held_B * self._pages.page_tokens
 
     def begin(self, row: int, kept_tokens: int) -> None:
-        """Note that a request enters a row; its first `kept_tokens` positions stay."""
+        """Record that a request enters a row; its first `kept_tokens` positions stay."""
         self._release(row, kept_tokens)
 
     def unshared(self, row: int, num_tokens: int) -> int:
-        """Return how many of a row's first tokens can stay if later ones are written.
+        """Return how many leading tokens of a row can stay if later tokens are written.
 
-        A page that has others' tokens too is not written.
+        A page that also holds tokens of other rows is not written.
         """
         full, rest = divmod(num_tokens, self._pages.page_tokens)
         is_shared = rest and self._pages.users_P[self._pages.pages_BN[row, full]] > 1
         return num_tokens - rest if is_shared else num_tokens
 
     def parts(self, num_rows: int) -> Sequence[int]:
-        """Return each row's part of the mesh."""
+        """Return the part of the mesh of each row."""
         return [self._pages.part_of(row) for row in range(num_rows)]
 
     def has_room(self, row: int) -> bool:
-        """Return whether a row can compute its missing tokens now: a waiting one has no page."""
+        """Return whether a row can compute its missing tokens now; a waiting row has no page."""
         return bool(self._pages.held_B[row])
 
     def books(self, table: SlotTable) -> str:
-        """Return who has which pages, for an error's message."""
+        """Describe current allocations for error messages."""
         pages, books = self._pages, list[str]()
         for row in range(len(table)):
             state = f"lacks {table.missing_tokens_B[row]}" if table.busy_B[row] else "free"
@@ -233,17 +233,17 @@ class PageMemory:
         return f"{free} of {each} pages of {pages.page_tokens} are free; {'; '.join(books)}"
 
     def chunk_start(self, row: int, start: int, chunk_tokens: int) -> int:
-        """Return the first position of a chunk from `start` on: `start`, to spare shared pages."""
+        """Return `start` as the first position of a chunk, so that shared pages are not written."""
         assert self._pages.held_B[row] > 0, f"row {row} computes a prompt that it has no page for"
         return start
 
     def share(self, copies: Sequence[tuple[int, int]], table: SlotTable) -> list[int]:
-        """Give rows the prompts of others, (from row, to row); return those that have theirs."""
+        """Share prompts, (from row, to row); return the rows that received a prompt."""
         result, moved = list[int](), list[tuple[int, int]]()
         oldest = next(iter(table.lacking()))
         for source, row in copies:
             if table.prompts[source] is None:
-                continue  # the oldest needed its pages
+                continue  # the oldest row took its pages
             copied = self._share(source, row, table, row == oldest)
             if copied is not None:
                 moved += copied
@@ -258,7 +258,7 @@ class PageMemory:
     def _share(
         self, source: int, row: int, table: SlotTable, is_oldest: bool
     ) -> list[tuple[int, int]] | None:
-        """Return the pages to copy, once the row has pages for its tokens; None: they lack."""
+        """Share a prompt and reserve pages for a row; return the pages to copy, None if too few."""
         self._release(row)
         part, self._stale = self._pages.part_of(row), True
         needed = int(admission.needed_B(table, self._fetch_tokens)[row])
@@ -286,7 +286,7 @@ class PageMemory:
         self.cache = dataclasses.replace(cache, table_BN=table_BN)
 
     def read(self, rows: Sequence[int], num_tokens: Sequence[int]) -> list[HostKv]:
-        """Return keys and values of the rows' first tokens, on the host."""
+        """Return keys and values of the first `num_tokens` tokens of rows, on the host."""
         cache, result = _tableless(self.held), list[HostKv]()
         for row, tokens in zip(rows, num_tokens, strict=True):
             pages = self._pages.pages_of(row, tokens).tolist()
@@ -299,7 +299,7 @@ class PageMemory:
         return result
 
     def copy_states(self, row: int, num_tokens: int) -> list[tuple[int, jax.Array]]:
-        """Return copies on the device of the hidden states of a row's first tokens."""
+        """Return device copies of the hidden states of the first tokens of a row."""
         [pages_P1TF], T = self.held.features, self._pages.page_tokens
         pages = self._pages.pages_of(row, num_tokens).tolist()
         size = max(1, cache_ops.STATE_COPY_TOKENS // T)
@@ -314,7 +314,7 @@ class PageMemory:
     def kept_rows(
         self, table: SlotTable, useful: Sequence[int], num_slots: int
     ) -> list[int] | None:
-        """Return the rows that stay of a smaller batch, in their parts; None: it cannot shrink."""
+        """Return the rows to keep in a smaller batch, by part; None if the batch cannot shrink."""
         ways, pages = self._pages.ways, self._pages
         by_part = [[r for r in useful if pages.part_of(r) == part] for part in range(ways)]
         each, more = divmod(num_slots, ways)
@@ -323,7 +323,7 @@ class PageMemory:
         return [row for rows in by_part for row in rows[:each]]
 
     def widened(self, num_rows: int, num_slots: int) -> list[int]:
-        """Return which row each row of a larger batch was; those from `num_rows` on are new."""
+        """Return the old index of each row of a larger batch; rows from `num_rows` on are new."""
         ways, new = self._pages.ways, iter(range(num_rows, num_slots))
         each, more = num_rows // ways, (num_slots - num_rows) // ways
         rows = list[int]()
@@ -332,13 +332,13 @@ class PageMemory:
         return rows
 
     def take_rows(self, rows: Sequence[int]) -> None:
-        """Make row i what row `rows[i]` was; those that were none are new."""
+        """Move row `rows[i]` to row i; an index past the old rows makes a new row."""
         self._pages.take_rows([r if r < len(self._pages) else -1 for r in rows])
         self._stale = True
 
 
 def _tableless(cache: PagedCache) -> PagedCache:
-    """The pages alone: programs that move pages are the same whatever the slots."""
+    """Return the cache without its table, so that programs do not depend on the number of slots."""
     return dataclasses.replace(cache, table_BN=None)
 
 
@@ -349,7 +349,7 @@ def _padded(pages: Sequence[int], size: int = cache_ops.PAGES_AT_ONCE) -> np.nda
 
 
 def _parts(moved: Sequence[tuple[int, int]], size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (sources, targets), so many at a time."""
+    """Yield padded (sources, targets) in batches of `size`."""
     for first in range(0, len(moved), size):
         sources, targets = zip(*moved[first : first + size], strict=True)
         yield _padded(sources, size), _padded(targets, size)

@@ -1,4 +1,4 @@
-"""A rollout to run: the policy and sampling of all its requests, and its drafters."""
+"""The specification of a rollout: policy, sampling and drafters of its requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from reprise.spec.round_times import RoundTimes
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DrafterContext:
-    """The worker that a drafter is made for: devices, rollout, hidden states of its cache."""
+    """The context of a drafter: devices of its worker, rollout, hidden states of the cache."""
 
     runner: ModelRunner
     spec: RolloutSpec
@@ -36,7 +36,7 @@ class DrafterContext:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CachedStates:
-    """The hidden states that a cache of a worker holds; `empty` ones compile programs."""
+    """The hidden states in the cache of a worker; `empty` states are for compiling programs."""
 
     runner: ModelRunner
     cache: Callable[[], Cache]
@@ -53,12 +53,12 @@ DrafterFactory = Callable[[DrafterContext], Drafting]  # called once for each wo
 
 
 def no_drafts(context: DrafterContext) -> Drafting:
-    """Decode plainly."""
+    """Return neither drafter nor budget, for plain decoding."""
     return None, None
 
 
 def draft_with(drafter: Drafter | None, budget: Budget | None = None) -> DrafterFactory:
-    """Return a factory for a rollout of one engine: it has this drafter and this budget."""
+    """Return a factory of this drafter and this budget, for a rollout of one engine."""
     return lambda context: (drafter, budget)
 
 
@@ -66,13 +66,13 @@ def draft_with(drafter: Drafter | None, budget: Budget | None = None) -> Drafter
 class RolloutSpec:
     """The policy, the sampling and the noise of all requests of a rollout, and how they draft.
 
-    `words` is the text of tokens, for stop strings. `drafts` makes each worker's drafter and
-    budget; without a budget all draft tokens are verified. `rule` decides how much of cached
-    responses is kept (None: none); with `begun`, requests may have early tokens, expected to
-    miss at `early_miss_rate`. `times`, measured seconds of rounds, choose between verifying
-    these in chunks (None: always), as nodes, or by decoding. `sink` receives
-    responses with hidden states. With `keeps_responses` a prompt may continue an earlier request's
-    tokens in its row, as the turns of a dialogue do.
+    `words` is the text of tokens, for stop strings. `drafts` makes the drafter and the budget of a
+    worker; without a budget all draft tokens are verified. `rule` decides how much of cached
+    responses is kept (without a rule, nothing); `begun` allows requests to have early tokens, which
+    are expected to miss at `early_miss_rate`. `times`, measured seconds of rounds, select whether
+    cached and early tokens are verified in chunks (None: always), as nodes, or by decoding. `sink`
+    receives responses with hidden states. With `keeps_responses` a prompt may continue the tokens
+    of an earlier request in its row, as the turns of a dialogue do.
     """
 
     params: Params
@@ -91,11 +91,11 @@ class RolloutSpec:
 
     @functools.cached_property
     def stop_ids(self) -> np.ndarray:
-        """The end tokens of all requests on the device; int32 [E]."""
+        """The end tokens that all requests share, for the device; int32 [E]."""
         return padded_ids((*self.stop_token_ids, *self.sampling.stop_ids))
 
     def endings(self, requests: Sequence[Request] = ()) -> Endings:
-        """Return where responses end. Raises ValueError for stop strings without `words`."""
+        """Return the stop rules of responses. Raises ValueError for strings without `words`."""
         endings = Endings(self.sampling, self.stop_token_ids, self.words)
         for request in requests:
             endings.check(request.sampling)

@@ -1,6 +1,6 @@
-"""A rollout's calls of the device, by kind of round, and the commit of their results.
+"""The device calls of a rollout, by kind of round, and the commit of their results.
 
-A call is several rounds if the host makes no draft tokens; each has one fetch.
+A call runs several rounds if the host makes no draft tokens; each call has one fetch.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from reprise.spec.verify import (
 )
 
 T = TypeVar("T")
-Fetch = tuple[np.ndarray, np.ndarray, np.ndarray]  # as of `spec.nodes.unpack_draws`
+Fetch = tuple[np.ndarray, np.ndarray, np.ndarray]  # as from `spec.nodes.unpack_draws`
 
 
 class Limits(NamedTuple):
-    """When a call of several rounds ends early: ended requests, and tokens of one of them."""
+    """The limits of a call of several rounds: finished requests, and tokens of one request."""
 
     stop_after: int
     tokens: int
 
 
 class Fetched(NamedTuple):
-    """The tokens of a call: the first `count_B` of each slot's, of `rounds_B` rounds."""
+    """The tokens of a call: the first `count_B` of each slot, from `rounds_B` rounds."""
 
     tokens_BN: np.ndarray
     count_B: np.ndarray
@@ -68,7 +68,7 @@ class Rounds:
         self._key, self.params = runner.put(spec.key), spec.params
         self.called_s = self.fetched_s = 0.0  # of the last call
         self._busy = False  # whether the device has a call that is not yet fetched
-        self.cached_in_chunks = 0  # cached tokens that the last call's chunks decided on
+        self.cached_in_chunks = 0  # cached tokens that chunks of the last call decided on
 
     @property
     def _table(self) -> SlotTable:
@@ -77,7 +77,7 @@ class Rounds:
     def run(
         self, live: LiveSlots, drafts: Drafts | None, decision: DraftDecision, limits: Limits
     ) -> Fetched:
-        """Run the rounds that were decided for; where rows lack tokens, they compute them too."""
+        """Run the rounds of a decision, which also compute the missing tokens of rows."""
         self._busy, self.cached_in_chunks = False, 0
         if decision.taken_A is not None:
             assert drafts is not None
@@ -87,7 +87,7 @@ class Rounds:
         return self._decode(live, decision.num_rounds, limits)
 
     def _verify(self, live: LiveSlots, drafts: Drafts, decision: DraftDecision) -> Fetched:
-        """One round with draft tokens, or with tokens that a rule may keep."""
+        """Run one round with draft tokens, or with tokens that a rule may keep."""
         B, M, taken_A = len(self._table), decision.num_nodes, decision.taken_A
         assert taken_A is not None
         widest = self._runner.verify_options(self._scheme, B, M)["max_nodes"]
@@ -104,7 +104,7 @@ class Rounds:
         return Fetched(tokens_BN, count_B, np.minimum(count_B, 1))
 
     def _round(self, nodes_5M: np.ndarray) -> jax.Array:
-        """Call one round, which computes chunks of prompts if rows lack any; its result."""
+        """Call one round, with prompt chunks if rows lack tokens; return its result."""
         table, rows, runner = self._table, self._rows, self._runner
         slots, state = self._device_slots(), rows.for_round()
         chunks_TX = rows.next_chunks() if rows.ready() else None
@@ -125,7 +125,7 @@ class Rounds:
         return result
 
     def prompt_round(self) -> jax.Array:
-        """Call one round without draft tokens that computes chunks; its result."""
+        """Call one round without draft tokens that computes chunks; return its result."""
         table, rows, runner = self._table, self._rows, self._runner
         slots, state = self._device_slots(), rows.for_round()
         chunks_TX, sizes = rows.next_chunks(), (len(table), rows.num_positions)
@@ -151,8 +151,9 @@ class Rounds:
     def compute_prompts(self, max_rounds: int, *, until_drafts: bool = False) -> list[jax.Array]:
         """Call rounds without draft tokens while rows lack tokens; return results to wait for.
 
-        Rows join once they lack nothing; one with a cached response is decided on first.
-        `until_drafts` ends once so few prompts are missing that drafts may be wanted.
+        Rows join once they lack nothing. Calls stop when a row with a cached response joins, since
+        its tokens are decided on first; with `until_drafts`, also once few enough prompts are
+        missing that drafts may be wanted.
         """
         result, live_B, rows = list[jax.Array](), self._table.live_B, self._rows
         while len(result) < max_rounds and rows.ready() and not self._undecided(live_B):
@@ -163,7 +164,7 @@ class Rounds:
         return result
 
     def draw_in_chunks(self, live: LiveSlots, draws: NextDraws) -> Fetched:
-        """Decide on cached tokens of rows that do not take part in rounds yet, in chunks."""
+        """Decide, in chunks, on cached tokens of rows that do not take part in rounds yet."""
         table, self._busy = self._table, False
         assert table.cached is not None
         drafted_B = np.zeros(len(table), bool)
@@ -211,7 +212,7 @@ class Rounds:
             calls.append(call)
         results = runner.at_once(calls)
         self._called()
-        # the cache is written once all have been called that read it
+        # the cache is written after all calls that read it
         for chunks_TX, (_, entries) in zip(passes, results, strict=True):
             self._write_chunks(entries, chunks_TX)
         return [drawn for drawn, _ in results], np.concatenate(passes)
@@ -245,13 +246,13 @@ class Rounds:
         return drafts and self._table.num_prompts_missing > int(self._table.live_B.sum())
 
     def _undecided(self, live_B: np.ndarray) -> bool:
-        """Return True if others than these rows have become live with a cached response."""
+        """Return whether a row outside `live_B` has become live with a cached response."""
         table = self._table
         (joined,) = np.nonzero(table.live_B & ~live_B)
         return table.cached is not None and bool(table.cached.goes_on(joined).any())
 
     def _decode(self, live: LiveSlots, max_rounds: int, limits: Limits) -> Fetched:
-        """Up to `max_rounds` rounds without draft tokens."""
+        """Run up to `max_rounds` rounds without draft tokens."""
         table = self._table
         B = len(table)
         left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
@@ -259,7 +260,7 @@ class Rounds:
         if waits:
             max_rounds = self._runner.config.rounds_per_fetch
         rounds = min(max_rounds, int(left_B.max()))
-        # a slot that ends on the way writes no further
+        # a slot that finishes early stops writing
         max_B = np.where(table.busy_B, table.cached_tokens_B + np.minimum(left_B, rounds), 0)
         self._rows.reserve(max_B)
         live_B = table.live_B
@@ -291,7 +292,7 @@ class Rounds:
         return Fetched(tokens_BN, count_B, count_B)
 
     def _draft_on_device(self, live: LiveSlots, decision: DraftDecision, limits: Limits) -> Fetched:
-        """Rounds that draft and verify on the device; their tokens are not returned in a table."""
+        """Run rounds that draft and verify on the device; return counts, but no token table."""
         table, drafter = self._table, self._speculator.in_rounds
         assert drafter is not None
         B, rows = len(table), self._rows
@@ -301,7 +302,7 @@ class Rounds:
         max_B = np.where(table.busy_B, table.cached_tokens_B + gain_B, 0)
         rows.reserve(max_B, drafter.num_positions)
         inputs = drafter.enter_rounds(live, decision.tree_tokens, rows.num_positions)
-        # the likeliest n draft tokens are n deep at most
+        # the likeliest n draft tokens are at most n deep
         depth = min(inputs.depth, decision.tree_tokens)
         limits_4 = [decision.num_rounds, *limits, depth]
         scale_B, slots = np.ones(B, np.float32), self._device_slots()
@@ -327,7 +328,7 @@ class Rounds:
         total_B, rounds_B = np.zeros(B, np.int32), np.zeros(B, np.int32)
         acceptance = []
         for r in self._fetched(live, unpack_rounds, result):
-            drawn_B = np.where(table.stopped_B, 0, r.count_B)  # the device does not know all ends
+            drawn_B = np.where(table.stopped_B, 0, r.count_B)  # the device does not know all stops
             count_B = self._commit(
                 r.tokens_BN, r.logprobs_BN, drawn_B, r.drafted_B > 0, np.zeros_like(drawn_B)
             )
@@ -340,7 +341,7 @@ class Rounds:
     def _fetched(self, live: LiveSlots, unpack: Callable[[Any], T], found: Any) -> T:
         """Return the results of a call; update the drafter while the device works."""
         assert self._busy, "fetched before the device was called"
-        if len(live):  # none may take part while all compute their prompts
+        if len(live):  # empty while all rows compute their prompts
             self._speculator.committed(live)
         drawn = unpack(found)
         self._busy = False
@@ -349,7 +350,7 @@ class Rounds:
         return drawn
 
     def _called(self) -> None:
-        """Note when the device was called, of several calls before a fetch the first one."""
+        """Record the time of the first device call before a fetch."""
         if not self._busy:
             self.called_s, self._busy = self._runner.clock(), True
 
@@ -361,7 +362,7 @@ class Rounds:
         drafted_B: np.ndarray,
         reused_B: np.ndarray,
     ) -> np.ndarray:
-        """Append the tokens that a fetch brought each slot; returns how many it got."""
+        """Append the fetched tokens of each slot; return the numbers of tokens added."""
         table = self._table
         waits_B = table.busy_B & (table.missing_tokens_B > 0)
         count_B = table.commit(tokens_BN, logprobs_BN, drawn_B, drafted_B, reused_B)
@@ -369,7 +370,7 @@ class Rounds:
             self._rows.joined(np.nonzero(table.live_B & waits_B)[0].tolist())
         has_own_ends = table.endings.unknown_to_device or table.not_finite_B.any()
         if has_own_ends and table.stopped_B[count_B > 0].any():
-            self._rows.changed()  # the device would continue there
+            self._rows.changed()  # the device would continue these rows
         self._stats.tokens += int(count_B.sum())
         self._runner.record.note("tokens", tokens_BN.shape, self._table, tokens_BN, logprobs_BN)
         return count_B
@@ -387,6 +388,6 @@ def _slot_X(chunks_TX: np.ndarray) -> np.ndarray:
 
 
 def _in_turn(found: Sequence[jax.Array]) -> Fetch:
-    """Wait for the results of rounds one after the other, unpacked and joined."""
+    """Wait for the results of rounds in order; return the results unpacked and joined."""
     packed = [np.asarray(some).reshape(3, -1) for some in found]
     return unpack_draws(np.concatenate(packed, axis=1))

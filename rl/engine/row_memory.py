@@ -1,4 +1,4 @@
-"""The cache of a worker's slots as rows of one length, which may grow with the longest request."""
+"""The cache of worker slots as rows of one length, which may grow with the longest request."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from reprise.rl.records.trajectory import HostKv, PartialRequest
 
 
 class RowMemory:
-    """Rows of a bucket of (slots, positions); a change of the bucket copies all of them.
+    """Rows in a bucket of (slots, positions); a change of the bucket copies all rows.
 
-    See `PageMemory` for what methods do.
+    `PageMemory` documents the methods.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -31,11 +31,11 @@ class RowMemory:
         return self.cache
 
     def reset(self, num_slots: int) -> None:
-        """Start empty, in the smallest bucket of positions; keep such a cache."""
+        """Start in the smallest bucket of positions; keep a cache of that size."""
         [num_positions, *_] = self._runner.round_positions(num_slots)
         held = self.cache
         if held is None or (held.num_slots, held.num_positions) != (num_slots, num_positions):
-            self.cache = held = None  # free it before there is another
+            self.cache = held = None  # free the old cache before the allocation
             cache = self._runner.empty_cache(num_slots, num_positions)
             assert isinstance(cache, kv_cache.KVCache)
             self.cache = cache
@@ -47,7 +47,7 @@ class RowMemory:
         fetch_tokens: int,
         wanted_later: Collection[int],
     ) -> list[int]:
-        """Return a free row for each of the first waiting requests, for as many as can run."""
+        """Return free rows for the first waiting requests, one row for each that can run."""
         free = table.free_rows()
         waiting = waiting[: len(free)]
         if table.keeps_responses:
@@ -60,7 +60,7 @@ class RowMemory:
     def make_room(
         self, table: SlotTable, fetch_tokens: int, wanted_later: Collection[int]
     ) -> list[int]:
-        """Return the rows that have to leave before the next fetch: none, rows can grow."""
+        """Return the rows that must leave before the next fetch; always empty, since rows grow."""
         return []
 
     def room_for(
@@ -69,14 +69,14 @@ class RowMemory:
         brought: Sequence[tuple[HostKv, int]],
         table: SlotTable,
     ) -> None:
-        """Make room for requests that have entered, some of them with keys and values."""
+        """Make room for requests that have entered, with or without keys and values."""
         lengths = [len(p.request.prompt_ids) + p.num_tokens for p in requests if p.kv is None]
         lengths += [kv.num_tokens for kv, _ in brought]
         lengths += table.known_tokens_B[table.busy_B].tolist()
         self.reserve(np.asarray(lengths) + 1)
 
     def reserve(self, tokens_B: np.ndarray, least_positions: int = 0) -> None:
-        """Take the next bucket of positions until so many fit into each row."""
+        """Grow rows, bucket by bucket, until each has room for `tokens_B` positions."""
         num_slots, high = self.held.num_slots, int(tokens_B.max(initial=least_positions))
         while self.held.num_positions < high:
             sizes = self._runner.round_positions(num_slots)
@@ -84,14 +84,14 @@ class RowMemory:
             self._resize(range(num_slots), larger)
 
     def begin(self, row: int, kept_tokens: int) -> None:
-        """Note that a request enters a row; its first `kept_tokens` positions stay."""
+        """Record that a request enters a row; its first `kept_tokens` positions stay."""
 
     def unshared(self, row: int, num_tokens: int) -> int:
-        """Return how many of a row's first tokens can stay if later ones are written."""
+        """Return how many leading tokens of a row can stay if later tokens are written."""
         return num_tokens
 
     def parts(self, num_rows: int) -> Sequence[int]:
-        """Return each row's part of the devices: copies between parts cost no more."""
+        """Return the part of the mesh of each row; 0, since copies between parts cost no more."""
         return [0] * num_rows
 
     def has_room(self, row: int) -> bool:
@@ -99,44 +99,44 @@ class RowMemory:
         return True
 
     def books(self, table: SlotTable) -> str:
-        """Return who has what, for an error's message."""
+        """Describe the row length and the missing tokens for error messages."""
         return f"rows of {self.held.num_positions} positions, lacking {table.lacking()}"
 
     def chunk_start(self, row: int, start: int, chunk_tokens: int) -> int:
-        """Return the first position of a chunk from `start` on: its window fits into the row."""
+        """Return the first position of a chunk, `start` or less so that it fits into the row."""
         return min(start, self.held.num_positions - chunk_tokens)
 
     def share(self, copies: Sequence[tuple[int, int]], table: SlotTable) -> list[int]:
-        """Copy prompts, (from row, to row); return the rows that have theirs."""
+        """Copy prompts, (from row, to row); return the rows that received a prompt."""
         rows = [row for _, row in copies]
         num_tokens = int(table.prompt_tokens_B[rows].max())
         self.cache = self._runner.copy_rows(self.held, copies, num_tokens)
         return rows
 
     def insert(self, entering: Sequence[tuple[HostKv, int]]) -> None:
-        """Write keys and values from the host to the starts of rows, which have room for them."""
+        """Write keys and values from the host to the starts of rows, which have room."""
         self.cache = self._runner.insert_kv(self.held, entering)
 
     def read(self, rows: Sequence[int], num_tokens: Sequence[int]) -> list[HostKv]:
-        """Return keys and values of the rows' first tokens, on the host."""
+        """Return keys and values of the first `num_tokens` tokens of rows, on the host."""
         return self._runner.read_kv(self.held, rows, num_tokens)
 
     def copy_states(self, row: int, num_tokens: int) -> list[tuple[int, jax.Array]]:
-        """Return copies on the device of the hidden states of a row's first tokens."""
+        """Return device copies of the hidden states of the first tokens of a row."""
         return self._runner.copy_states(self.held, row, num_tokens)
 
     def kept_rows(
         self, table: SlotTable, useful: Sequence[int], num_slots: int
     ) -> list[int] | None:
-        """Return the rows that stay of a smaller batch; None if it cannot shrink yet."""
+        """Return the rows to keep in a smaller batch; None if the batch cannot shrink yet."""
         return list(useful[:num_slots])
 
     def widened(self, num_rows: int, num_slots: int) -> list[int]:
-        """Return which row each row of a larger batch was; those from `num_rows` on are new."""
+        """Return the old index of each row of a larger batch; rows from `num_rows` on are new."""
         return list(range(num_slots))
 
     def take_rows(self, rows: Sequence[int]) -> None:
-        """Make row i what row `rows[i]` was; those that were none are new."""
+        """Move row `rows[i]` to row i; an index past the old rows makes a new row."""
         [low, *_] = self._runner.round_positions(len(rows))
         before = self.held.num_slots
         self._resize([r if r < before else 0 for r in rows], max(self.held.num_positions, low))

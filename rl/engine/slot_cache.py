@@ -1,7 +1,7 @@
-"""The host's table of slots, the device's memory for them, and the operations on both.
+"""The slot table on the host, the memory of the slots on the device, and operations on both.
 
-The host's table is the truth; the device has the cache, in rows or pages (`rl.engine.row_memory`,
-`rl.engine.page_memory`), and a copy of the table, made again when the host has changed it.
+The host table is authoritative; the device has the cache, in rows or pages (`rl.engine.row_memory`,
+`rl.engine.page_memory`), and a copy of the table, made again when the host has changed the table.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from reprise.spec.verify import Slots, settle
 
 
 class NextDraws(NamedTuple):
-    """A pass of a chunk of each of these rows, alone or with a plain round of the live rows."""
+    """A pass with one chunk for each row, separate or with a plain round of the live rows."""
 
     rows: list[int]
     is_beside: bool
 
 
 def open_memory(runner: ModelRunner) -> RowMemory | PageMemory:
-    """Return the memory of a worker's slots: pages or rows."""
+    """Return the memory for the slots of a worker, in pages or rows."""
     return PageMemory(runner) if runner.is_paged else RowMemory(runner)
 
 
 class SlotCache:
-    """A table of slots and its cache; it lives as long as its engine and keeps its buffers."""
+    """A slot table and its cache, with buffers that are kept for the lifetime of an engine."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.table = SlotTable(0, 0)
         self._memory_now: RowMemory | PageMemory | None = None
         self._pending: kv_cache.Pending | None = None  # entries that the last round left to write
-        self._waits = False  # there are any
+        self._waits = False  # whether entries are pending
         self._slots: Slots | None = None  # None: the host has changed the table
-        self._joining: set[int] = set()  # rows that are to take part from the next round on
+        self._joining: set[int] = set()  # rows that take part from the next round on
 
     def __len__(self) -> int:
         return len(self.table)
 
     @property
     def _memory(self) -> RowMemory | PageMemory:
-        """The memory of the slots; devices are opened now at the latest."""
+        """The memory of the slots; the first access opens the devices."""
         if self._memory_now is None:
             self._memory_now = open_memory(self._runner)
         return self._memory_now
@@ -74,14 +74,14 @@ class SlotCache:
         return self._memory
 
     def for_round(self) -> tuple[Cache, kv_cache.Pending]:
-        """Return the cache, with room for the pending entries, and these entries."""
+        """Return the cache, with room for the pending entries, and the pending entries."""
         table = self.table
         self.reserve(np.where(table.busy_B, table.known_tokens_B, 0))
         assert self._pending is not None
         return self._memory.held, self._pending
 
     def reserve(self, tokens_B: np.ndarray, least_positions: int = 0) -> None:
-        """Make room for so many positions of each row; rows have `least_positions` in any case."""
+        """Make room for `tokens_B` positions in each row, and for at least `least_positions`."""
         before = self.num_positions
         self._memory.reserve(tokens_B, least_positions)
         if self.num_positions != before:
@@ -101,18 +101,18 @@ class SlotCache:
         *,
         waits: bool = True,
     ) -> None:
-        """Take the arrays of a round in place of those that it consumed; `waits`: entries wait."""
+        """Replace the arrays that a round consumed; `waits` if its entries are still to write."""
         self._memory.cache, self._pending, self._slots = cache, pending, slots
         self._waits = waits
 
     def changed(self) -> None:
-        """Note that the host has changed the table."""
+        """Record that the host has changed the table."""
         self._slots = None
 
     def slots(self, key: jax.Array) -> Slots:
-        """Return the device's copy of the table; rows that only join leave the others as they are.
+        """Return the device copy of the table; rows that join do not change other rows.
 
-        The device may be rounds ahead of the host.
+        The state of other rows on the device may be rounds ahead of the host.
         """
         if self._slots is None or self._joining:
             columns, processing_B2 = self.table.device_columns(), self.table.device_processing()
@@ -135,15 +135,15 @@ class SlotCache:
         fetch_tokens: int,
         wanted_later: Collection[int] = (),
     ) -> list[int]:
-        """Return rows for the first of the waiting requests, for as many as can run now."""
+        """Return rows for the first waiting requests, one row for each that can run now."""
         return self._memory.assign(waiting, self.table, fetch_tokens, wanted_later)
 
     def enter(self, requests: Sequence[PartialRequest], rows: Sequence[int]) -> None:
-        """Put requests into free rows, and write the keys and values that come with them."""
+        """Put requests into free rows, and write the keys and values that requests bring."""
         table, memory = self.table, self._memory
         brought = [(p.kv, row) for p, row in zip(requests, rows, strict=True) if p.kv is not None]
         if brought or table.keeps_responses:
-            self._settled()  # pending entries do not belong in pages that they share
+            self._settled()  # pending entries must not go to pages that become shared
         for p, row in zip(requests, rows, strict=True):
             held_tokens = 0
             if p.kv is None:
@@ -156,20 +156,20 @@ class SlotCache:
             memory.insert(brought)
 
     def make_room(self, fetch_tokens: int, wanted_later: Collection[int]) -> list[int]:
-        """Reserve what rows need until the next fetch; return those that have to leave for it."""
+        """Reserve room that rows need until the next fetch; return the rows that must leave."""
         return self._memory.make_room(self.table, fetch_tokens, wanted_later)
 
-    # -- what rows lack ----------------------------------------------------------------
+    # -- missing tokens ----------------------------------------------------------------
 
     def copy_prompts(self) -> None:
-        """Copy prompts to rows that lack them from rows that hold them."""
+        """Copy prompts from rows that hold a prompt to rows that lack it."""
         copies, _ = self._fills()
         if copies:
             for row in self._settled().share(copies, self.table):
                 self._filled(row, int(self.table.prompt_tokens_B[row]) - 1)
 
     def ready(self) -> list[int]:
-        """Return the rows whose prompts the next chunks can be of."""
+        """Return the rows with prompt tokens that the next chunks can compute."""
         _, rows = self._fills()
         if not rows:
             return []
@@ -177,18 +177,18 @@ class SlotCache:
         return [r for r in rows if not verifies_B[r] and self._memory.has_room(r)]
 
     def prompts_first(self) -> bool:
-        """Return whether rounds without nodes compute prompts, as no row is live."""
+        """Return whether to compute prompts in rounds without nodes, since no row is live."""
         table = self.table
         if not table.num_busy or table.live_B.any():
             return False
         return not table.verifies_in_chunks or bool(self.ready())
 
     def draws_next(self, *, waits: bool, may_return: bool = True) -> NextDraws | None:
-        """Return the next pass of chunks that draw; None: a round comes next.
+        """Return the next pass of chunks that draw, or None if a round is next.
 
-        If passes are priced, rows decode until there are enough of them for one that pays; they
-        `may_return` from decoding. Else
-        they wait until half of the busy rows are live, then for a full pass, or until no request
+        If passes are priced, rows decode until a pass of enough rows pays; with `may_return`,
+        decoding rows can join a pass. Without prices, a pass runs immediately until more than half
+        of the busy rows are live; from then on rows wait for a full pass, or until no request
         `waits` for a slot.
         """
         table = self.table
@@ -202,7 +202,7 @@ class SlotCache:
         may_return = may_return and price is not None and price.has_passes(len(table))
         if price is not None and table.num_prompts_missing > int(table.live_B.sum()):
             if self.ready():
-                return None  # prompts are computed beside rounds, not beside passes
+                return None  # rounds compute prompts too, passes do not
         if len(decoding) and may_return and not self._runner.is_paged:
             return self._priced([*rows, *decoding.tolist()], rows)
         if not rows:
@@ -218,7 +218,7 @@ class SlotCache:
         return self._priced(rows, rows)
 
     def _priced(self, rows: Sequence[int], verifying: Sequence[int]) -> NextDraws | None:
-        """Return the pass of some of these rows that pays, if one does; the others decode."""
+        """Return the best pass of these rows if it pays, or None; rows left out decode."""
         table, runner = self.table, self._runner
         assert table.cached is not None and table.cached.price is not None
         expected_R = table.cached.expected_tokens(rows, table.emitted_B, table.limit_B)
@@ -238,7 +238,7 @@ class SlotCache:
         return None if chosen is None else NextDraws(taken, chosen.is_beside)
 
     def decode_cheap(self, rows: Sequence[int]) -> None:
-        """Have rows that have entered decode, if even a full pass of such rows would not pay."""
+        """Have entering rows decode if even a full pass of such rows would not pay."""
         table, cached = self.table, self.table.cached
         if cached is None or cached.price is None or not table.verifies_in_chunks:
             return
@@ -254,14 +254,14 @@ class SlotCache:
         return Bucket(len(table), self.num_positions, table.num_busy, int(table.live_B.sum()))
 
     def decode_instead(self, rows: Sequence[int]) -> None:
-        """Have rows decode in place of verifying their cached tokens in chunks."""
+        """Have rows decode instead of verifying their cached tokens in chunks."""
         for row in rows:
             self.table.decode_instead(row)
             if not self.table.missing_tokens_B[row]:
                 self.joined([row])
 
     def next_chunks(self) -> np.ndarray:
-        """Return the chunks that a round computes next to its nodes, for `Chunks.of_table`."""
+        """Return the chunks that a round computes besides its nodes, for `Chunks.of_table`."""
         table, T = self.table, self._runner.config.prefill_rows
         rows = self.ready()
         assert rows or table.live_B.any(), self._stuck()
@@ -269,14 +269,14 @@ class SlotCache:
         return self._chunks(rows, size, table.cached_tokens_B, most_of_row=T)
 
     def pass_beside(self, rows: Sequence[int]) -> np.ndarray:
-        """Return a table of a chunk of each row, for a pass that draws with a round."""
+        """Return a table with one chunk per row, for a pass that draws together with a round."""
         T = next(n for n in self._runner.beside_chunks if n >= len(rows))
         return self._drawing(rows, T)
 
     def passes_alone(self, rows: Sequence[int]) -> list[np.ndarray]:
-        """Return tables of a chunk of each row, for independent passes that draw.
+        """Return tables with one chunk per row, for independent passes that draw.
 
-        There are as many as run at once, if the rows fill so many.
+        With enough rows there are at least `num_at_once` passes.
         """
         parts = self._runner.pass_parts(len(rows), len(self.table))
         ends = np.cumsum(parts).tolist()
@@ -291,7 +291,7 @@ class SlotCache:
     def _chunks(
         self, rows: Sequence[int], size: tuple[int, int], end_B: np.ndarray, most_of_row: int
     ) -> np.ndarray:
-        """Return a table of (chunks, tokens) of what rows lack, each row's up to `end_B`."""
+        """Return a table of (chunks, tokens) with missing tokens of rows, up to `end_B` per row."""
         num_chunks, C = size
         table_TX = self._runner.no_chunks(num_chunks, C)
         held_B = self.table.known_tokens_B - self.table.missing_tokens_B
@@ -316,7 +316,7 @@ class SlotCache:
         return admission.fills(missing, table.prompts, parts, table.busy_B.tolist())
 
     def write_chunks(self, entries: kv_cache.Entries, chunks_TX: np.ndarray) -> int:
-        """Write a round's entries of chunks; return how many of these tokens rows lacked."""
+        """Write the chunk entries of a round; return how many of their tokens rows lacked."""
         chunks = self._runner.argument(chunks_TX)
         self._memory.cache = cache_ops.write_chunks(self._memory.held, entries, chunks)
         C, result = chunks_TX.shape[1] - 2, 0
@@ -331,11 +331,11 @@ class SlotCache:
         return count
 
     def hold(self, row: int, num_tokens: int) -> None:
-        """Let a row take part as if so many of its tokens had been computed, to time rounds."""
+        """Treat the first `num_tokens` tokens of a row as computed, to time rounds."""
         self._filled(row, num_tokens)
 
     def joined(self, rows: Iterable[int]) -> None:
-        """Note that rows lack nothing any more."""
+        """Record that rows have no missing tokens left."""
         self._joining.update(rows)
 
     # -- requests leave ----------------------------------------------------------------
@@ -350,12 +350,12 @@ class SlotCache:
         ]
 
     def copied(self, row: int, policy_version: int) -> PartialRequest:
-        """Return what `leave` does of a row that stays."""
+        """Return the same as `leave` for one row, without freeing it."""
         [kv] = self._settled().read([row], self.table.cached_tokens_B[[row]].tolist())
         return dataclasses.replace(self.table.so_far(row, policy_version), kv=kv)
 
     def send(self, rows: Sequence[int], delivery: StateDelivery, policy_version: int) -> None:
-        """Send responses that have ended, with the hidden states of their rows, if wanted."""
+        """Send finished responses, with the hidden states of their rows, if wanted."""
         table = self.table
         for row in rows:
             request_id, num_tokens = int(table.request_ids_B[row]), int(table.total_tokens_B[row])
@@ -368,20 +368,21 @@ class SlotCache:
     # -- the batch ---------------------------------------------------------------------
 
     def reset(self, table: SlotTable) -> None:
-        """Start with an empty table and an empty cache, whose buffers stay if they fit."""
+        """Start with an empty table and an empty cache; keep cache buffers that fit."""
         self.table = table
         self._memory.reset(len(table))
         self._pending, self._waits = self._runner.empty_pending(len(table)), False
         self._slots = None
 
     def drop(self) -> None:
-        """Forget the cache: a step that failed may have consumed it, or its memory is wanted."""
+        """Drop the cache, after a failed step that may have consumed it or to free its memory."""
         self._memory.cache = self._pending = self._slots = None
 
     def fit(self, num_requests: int, wanted_later: Collection[int]) -> None:
-        """Halve the rows while all requests fit into half of them; double them while they do not.
+        """Halve the rows while all requests fit into half of the rows; double while they do not.
 
-        They stay while one lacks something: fewer sizes of rounds have chunks.
+        The batch does not shrink while a row lacks tokens, so that fewer sizes of rounds have
+        chunks.
         """
         config, table = self._runner.config, self.table
         shrinks = not table.keeps_responses  # a dialogue continues free rows

@@ -1,6 +1,6 @@
-"""The host's truth about a worker's slots: plain arrays, no devices.
+"""The authoritative state of the slots of a worker: plain arrays on the host, no devices.
 
-A row outlives its request: its cache holds its prompt until another one is written over it.
+A row outlives its request: the cache holds the prompt of a row until another prompt overwrites it.
 B = slots, L = tokens of a request, N = tokens of a fetch.
 """
 
@@ -31,7 +31,7 @@ from reprise.spec.sampling import noise_names
 
 
 class KnownPrompt(NamedTuple):
-    """A prompt's number, the object that came first, and its tokens."""
+    """The number of a prompt, its first `Prompt` object, and its tokens."""
 
     number: int
     prompt: Prompt
@@ -39,10 +39,10 @@ class KnownPrompt(NamedTuple):
 
 
 class Prompts:
-    """The prompts of a rollout, numbered in order of appearance, one for each adapter.
+    """The (prompt, adapter) pairs of a rollout, numbered in order of appearance.
 
-    Comparing, hashing or copying thousands of tokens takes longer than a round: each is identified
-    by its first object.
+    Comparing, hashing or copying thousands of tokens takes longer than a round, so each prompt is
+    identified by its first object.
     """
 
     def __init__(self) -> None:
@@ -61,8 +61,8 @@ class Prompts:
 class SlotTable:
     """B rows; a row without a request is free. `tokens_BL` holds prompt, then response.
 
-    The cache holds all of a row's tokens but the last, which is the next tree's root. A row that
-    lacks `missing_tokens_B` of them yet has a request, but takes no part in rounds.
+    The cache holds all tokens of a row except the last, which is the root of the next tree. A row
+    that lacks `missing_tokens_B` tokens in the cache has a request, but takes no part in rounds.
     """
 
     def __init__(
@@ -80,27 +80,27 @@ class SlotTable:
         self.keeps_responses = keeps_responses  # in free rows, for prompts that continue them
         self.endings = endings or Endings(SamplingConfig())
         self.cached = cached  # None: cached responses are not used
-        self.started: list[PartialRequest | None] = [None] * B  # a row's request as it entered
+        self.started: list[PartialRequest | None] = [None] * B  # requests as they entered rows
         self.known_prompts = Prompts()
-        self.prompts: list[int | None] = [None] * B  # whose whole cache a row holds
-        self.prompt_B = np.zeros(B, np.int64)  # the prompt of its request, or of the last one
-        self.adapter_B = np.zeros(B, np.int64)  # of its request, or of the last one
-        self.retained_tokens_B = np.zeros(B, np.int32)  # that a free row's cache holds
+        self.prompts: list[int | None] = [None] * B  # the prompt that a row holds in full
+        self.prompt_B = np.zeros(B, np.int64)  # of the request, or of the last request
+        self.adapter_B = np.zeros(B, np.int64)  # of the request, or of the last request
+        self.retained_tokens_B = np.zeros(B, np.int32)  # held in the cache of a free row
         self.tokens_BL = np.zeros((B, L), np.int32)
         self.logprobs_BL = np.zeros((B, L), np.float32)
         self.origins_BL = np.zeros((B, L), np.uint8)
         self.prompt_tokens_B = np.zeros(B, np.int32)
         self.total_tokens_B = np.ones(B, np.int32)
-        self.limit_B = np.zeros(B, np.int32)  # of response tokens, in the row
-        self.final_B = np.zeros(B, np.int32)  # of response tokens, at all
+        self.limit_B = np.zeros(B, np.int32)  # of response tokens, for this chunk
+        self.final_B = np.zeros(B, np.int32)  # of response tokens, in total
         self.busy_B = np.zeros(B, bool)
-        self.missing_tokens_B = np.zeros(B, np.int32)  # whose keys and values are to be computed
-        self.entered_B = np.zeros(B, np.int64)  # when its request came: rows are numbered as taken
+        self.missing_tokens_B = np.zeros(B, np.int32)  # keys and values still to compute
+        self.entered_B = np.zeros(B, np.int64)  # order of admission
         self._num_entered = 0
-        self._live: LiveSlots | None = None  # as last returned, if the rows are still the same
+        self._live: LiveSlots | None = None  # as last returned, while the rows are the same
         self.request_ids_B = np.zeros(B, np.int64)
         self.group_ids_B = np.zeros(B, np.int64)
-        self.rule_B = np.zeros(B, np.int32)  # of `endings`, and the state that its text is in
+        self.rule_B = np.zeros(B, np.int32)  # of `endings`; `state_B` is the state of the text
         self.state_B = np.zeros(B, np.int32)
         self.stopped_B = np.zeros(B, bool)  # by an end token, a stop string, or logits
         self.not_finite_B = np.zeros(B, bool)  # stopped by logits that are not finite
@@ -120,7 +120,7 @@ class SlotTable:
 
     @property
     def cached_tokens_B(self) -> np.ndarray:
-        """Return the live cache positions, once nothing lacks: all tokens but the last."""
+        """Return the live cache positions of complete rows, which cover all tokens but the last."""
         return self.total_tokens_B - 1
 
     @property
@@ -130,7 +130,7 @@ class SlotTable:
 
     @property
     def known_tokens_B(self) -> np.ndarray:
-        """Return the cache positions that a row needs to join: with tokens that it may keep."""
+        """Return the cache positions that a row needs to join, including tokens it may keep."""
         if not self.verifies_in_chunks:
             return self.cached_tokens_B
         assert self.cached is not None
@@ -139,7 +139,7 @@ class SlotTable:
 
     @property
     def verifies_B(self) -> np.ndarray:
-        """Return the rows that lack what draws in chunks decide on, and nothing else."""
+        """Return the rows that lack only tokens that draws in chunks decide on."""
         unsure_B = self.known_tokens_B - self.cached_tokens_B
         return self.busy_B & (unsure_B > 0) & (self.missing_tokens_B == unsure_B)
 
@@ -163,15 +163,15 @@ class SlotTable:
         return rows[np.argsort(self.entered_B[rows])].tolist()
 
     def lacking(self) -> dict[int, int]:
-        """Return the rows that lack something, in order of admission, and their prompts."""
+        """Return rows that lack tokens, in order of admission, mapped to their prompts."""
         if not self.missing_tokens_B.any():  # as in most rounds
             return {}
         (rows,) = np.nonzero(self.busy_B & (self.missing_tokens_B > 0))
-        rows = rows[np.argsort(self.entered_B[rows])]  # in width rounds there are none
+        rows = rows[np.argsort(self.entered_B[rows])]  # in order of admission
         return dict(zip(rows.tolist(), self.prompt_B[rows].tolist(), strict=True))
 
     def filled(self, row: int, num_tokens: int) -> int:
-        """Note that the row's cache holds so many tokens; return how many of them it lacked."""
+        """Record that the cache of a row holds `num_tokens`; return how many of these it lacked."""
         before = int(self.missing_tokens_B[row])
         if num_tokens >= self.prompt_tokens_B[row] - 1:
             self.prompts[row] = int(self.prompt_B[row])
@@ -181,7 +181,7 @@ class SlotTable:
         return before - missing
 
     def enter(self, row: int, partial: PartialRequest, filled_tokens: int | None = None) -> None:
-        """Put a request into a row, whose cache holds its first `filled_tokens`; None: all."""
+        """Put a request into a row that holds its first `filled_tokens` tokens (None means all)."""
         request, prefix, endings = partial.request, partial.prefix, self.endings
         sampling = request.sampling or endings.sampling
         n = end = len(request.prompt_ids)
@@ -213,7 +213,7 @@ class SlotTable:
         self.filled(row, end - 1 if filled_tokens is None else filled_tokens)
 
     def _look_ahead(self, row: int) -> None:
-        """Let a row compute the cached tokens that it may keep, in chunks with draws."""
+        """Schedule cached tokens that a row may keep to be verified in chunks that draw."""
         assert self.cached is not None
         first, now = int(self.prompt_tokens_B[row]), int(self.total_tokens_B[row])
         end = int(self.known_tokens_B[row]) + 1
@@ -221,14 +221,14 @@ class SlotTable:
         self.missing_tokens_B[row] = end - now
 
     def decode_instead(self, row: int) -> None:
-        """Have a row decode in place of verifying its cached tokens in chunks."""
+        """Have a row decode instead of verifying its cached tokens in chunks."""
         assert self.cached is not None
         held = int(self.known_tokens_B[row] - self.missing_tokens_B[row])
         self.cached.watch(row)
         self.missing_tokens_B[row] = int(self.known_tokens_B[row]) - held
 
     def verify_again(self, row: int) -> None:
-        """Have a row that decodes verify the rest of its cached tokens in chunks."""
+        """Have a decoding row verify the rest of its cached tokens in chunks."""
         assert self.cached is not None
         self.cached.watched_B[row] = False
         self._look_ahead(row)
@@ -241,11 +241,11 @@ class SlotTable:
         drafted_B: np.ndarray,
         reused_B: np.ndarray,
     ) -> np.ndarray:
-        """Append the first `count_B` of each slot's tokens, up to its end; return how many it got.
+        """Append the first `count_B` tokens of each slot, up to its end; return the numbers added.
 
-        A response ends with the first token whose log-probability is not finite: no token drawn
-        from finite logits has one. The first `reused_B` were kept of a cached response; if a slot
-        had draft tokens, all others but the last were accepted ones.
+        A response stops at the first token with a log-probability that is not finite, which no
+        token drawn from finite logits has. The first `reused_B` tokens were kept from a cached
+        response; if a slot had draft tokens, its other tokens except the last were accepted.
         """
         drawn_B, count_B = count_B, count_B.copy()
         self.endings.cut(tokens_BN, count_B, self.rule_B, self.state_B, self.stopped_B)
@@ -265,7 +265,7 @@ class SlotTable:
         return count_B
 
     def _end_not_finite(self, logprobs_BN: np.ndarray, count_B: np.ndarray) -> None:
-        """Lower `count_B` to the tokens up to each first one whose logits are not finite."""
+        """Lower `count_B` to the tokens up to the first with logits that are not finite."""
         bad_BN = ~np.isfinite(logprobs_BN) & (np.arange(logprobs_BN.shape[1]) < count_B[:, None])
         bad_B = bad_BN.any(axis=1)
         count_B[bad_B] = bad_BN[bad_B].argmax(axis=1) + 1
@@ -273,11 +273,11 @@ class SlotTable:
         self.stopped_B |= bad_B
 
     def ended_rows(self) -> list[int]:
-        """Return the rows whose response is whole."""
+        """Return the busy rows with a complete response."""
         return np.nonzero(self.busy_B & self._is_whole_B)[0].tolist()
 
     def chunk_ended_rows(self) -> list[int]:
-        """Return the rows whose chunk alone has ended."""
+        """Return the rows with a complete chunk of an incomplete response."""
         if (self.limit_B == self.final_B).all():  # whole requests have no chunks
             return []
         at_end_B = self.emitted_B >= self.limit_B
@@ -288,13 +288,13 @@ class SlotTable:
         return self.stopped_B | (self.emitted_B >= self.final_B)
 
     def extend(self, row: int, max_tokens: int) -> None:
-        """Let the row's request have `max_tokens` more tokens."""
+        """Allow the request of a row `max_tokens` more tokens."""
         self.limit_B[row] = min(self.final_B[row], self.emitted_B[row] + max_tokens)
         if self.known_tokens_B[row] > self.cached_tokens_B[row]:
             self._look_ahead(row)
 
     def retire(self, row: int, policy_version: int) -> Trajectory:
-        """Free the row, which still holds its prompt; return the request's trajectory."""
+        """Free the row, which still holds its prompt; return the trajectory of the request."""
         left = self.leave(row, policy_version)
         assert left.prefix is not None
         reason = FinishReason.STOP if self.stopped_B[row] else FinishReason.LENGTH
@@ -304,12 +304,12 @@ class SlotTable:
         return of_prefix(left.request, dataclasses.replace(left.prefix, finish_reason=reason))
 
     def preempt(self, row: int, policy_version: int) -> PartialRequest:
-        """Free the row; return its request, which may have as many more tokens as it had left."""
+        """Free the row; return its request, with the tokens left as its `max_tokens`."""
         left = int(self.limit_B[row] - self.emitted_B[row])
         return dataclasses.replace(self.leave(row, policy_version), max_tokens=left)
 
     def leave(self, row: int, policy_version: int) -> PartialRequest:
-        """Free the row, which keeps its entries; return its request and response so far."""
+        """Free the row, which keeps its cache entries; return its request and response so far."""
         left = self.so_far(row, policy_version)
         self.started[row], self.busy_B[row] = None, False
         self.endings.leave(int(self.rule_B[row]))
@@ -320,15 +320,15 @@ class SlotTable:
         return left
 
     def forget(self, row: int) -> None:
-        """Note that a row's cache holds nothing any more."""
+        """Record that the cache of a row holds nothing."""
         self.prompts[row], self.retained_tokens_B[row] = None, 0
 
     def reusable_tokens(self, request: Request, rows: Sequence[int]) -> np.ndarray:
-        """Return how many of its prompt's first tokens a request finds in each free row; int [R].
+        """Return how many leading prompt tokens of a request each free row holds; int [R].
 
-        The last token is never one: it is the root of the request's first round. With
-        `keeps_responses` a prompt may continue a row's tokens. One that shares less than half of
-        them leaves them to a better one.
+        The last prompt token does not count, since it is the root of the first round. With
+        `keeps_responses` a prompt may continue the tokens of a row. A prompt that shares less than
+        half of these tokens leaves the row to a better match.
         """
         number, _, tokens_T = self.known_prompts.of(request)
         if not self.keeps_responses:
@@ -346,7 +346,7 @@ class SlotTable:
         return np.where(2 * common_R >= retained_R, common_R, 0)
 
     def so_far(self, row: int, policy_version: int) -> PartialRequest:
-        """Return a busy row's request and response so far."""
+        """Return the request of a busy row, with its response so far."""
         started = self.started[row]
         assert started is not None
         first, end = int(self.prompt_tokens_B[row]), int(self.total_tokens_B[row])
@@ -365,10 +365,10 @@ class SlotTable:
         return PartialRequest(started.request, response_so_far)
 
     def live(self) -> LiveSlots:
-        """Return what drafters see of the rows that take part in rounds.
+        """Return the rows that take part in rounds, as drafters see them.
 
-        Arrays that a round cannot change are the same objects until another request enters or
-        leaves: a `RequestIndex` compares none then.
+        Arrays that a round cannot change stay the same objects until a request enters or leaves, so
+        that a `RequestIndex` need not compare them.
         """
         (rows,) = np.nonzero(self.live_B)
         before = self._live
@@ -383,7 +383,7 @@ class SlotTable:
         return self._live
 
     def view(self, rows: np.ndarray) -> LiveSlots:
-        """Return what drafters see of these rows, which must be busy."""
+        """Return these rows, which must be busy, as drafters see them."""
         return LiveSlots(
             rows_A=rows.astype(np.int32),
             request_ids_A=self.request_ids_B[rows],
@@ -396,7 +396,7 @@ class SlotTable:
         )
 
     def most_useful(self, wanted: Collection[int]) -> list[int]:
-        """Return all rows: the busy ones first, then those that hold a `wanted` prompt."""
+        """Return all rows, busy rows first, then rows that hold a `wanted` prompt."""
         pairs = zip(self.busy_B.tolist(), self.prompts, strict=True)
         rank = [(not busy, prompt not in wanted) for busy, prompt in pairs]
         return sorted(range(len(self)), key=rank.__getitem__)
@@ -405,7 +405,7 @@ class SlotTable:
         return {name: x for name, x in vars(self).items() if isinstance(x, np.ndarray)}
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Make row i what row `rows[i]` was; the others are gone."""
+        """Move row `rows[i]` to row i; drop all other rows."""
         self._live = None
         self.started = [self.started[b] for b in rows]
         self.prompts = [self.prompts[b] for b in rows]
@@ -428,7 +428,7 @@ class SlotTable:
             self.cached.widen(num_slots)
 
     def device_columns(self) -> np.ndarray:
-        """int32 [B, columns], in the order of `rl.engine.cache_ops.COLUMNS`."""
+        """Return int32 [B, columns], in the order of `rl.engine.cache_ops.COLUMNS`."""
         last_B = self.tokens_BL[np.arange(len(self)), self.cached_tokens_B]
         columns = (
             last_B,
@@ -443,7 +443,7 @@ class SlotTable:
         return np.stack(columns, axis=1).astype(np.int32)
 
     def device_processing(self) -> np.ndarray:
-        """Temperature and top_p of each row; float32 [B, 2]. Free rows cut nothing."""
+        """Return temperature and top_p of each row, float32 [B, 2]; 1 for free rows."""
         return np.where(self.busy_B[:, None], self.processing_B3[:, ::2], np.float32(1))
 
 

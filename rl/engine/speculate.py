@@ -1,4 +1,4 @@
-"""Speculation of one rollout: which drafts a round verifies, and feedback from them."""
+"""Speculation of one rollout: the drafts that a round verifies, and feedback from drafts."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Speculator:
         in_time = self.drafter is None or not self.drafter.arrives_later
         self._undrafted = PlainSpell(RequestIndex(), *(UNDRAFTED_ROUNDS if in_time else (1, 1)))
         self._config, self._stats = config, stats
-        self.in_rounds: RoundsDrafter | None = None  # who can draft on the device, as last decided
-        self._drafted_A: np.ndarray | None = None  # requests that were drafted for; None: all
+        self.in_rounds: RoundsDrafter | None = None  # can draft on the device, as last decided
+        self._drafted_A: np.ndarray | None = None  # requests with drafts; None if every request
         self._is_plain = False  # as last decided
         self._lags = False  # the drafter does not know the tokens of plain rounds
 
@@ -50,7 +50,7 @@ class Speculator:
         cached: CachedPrefixes | None = None,
         num_missing: int = 0,
     ) -> tuple[Drafts | None, DraftDecision]:
-        """Return the drafts of a round, and which of their tokens to verify: see `_decide`."""
+        """Return the drafts of a round, and which of their tokens to verify (see `_decide`)."""
         drafts, decision = self._decide(live, num_slots, num_positions, cached, num_missing)
         self._is_plain = decision.num_nodes == num_slots
         return drafts, decision
@@ -65,17 +65,17 @@ class Speculator:
     ) -> tuple[Drafts | None, DraftDecision]:
         """Return the drafts of a round, and which of their tokens to verify.
 
-        Requests that may keep more of their cached response have no other draft. Nothing is drafted
-        while most rows lack their prompt.
+        Requests that may keep more of their cached response have no other drafts. Nothing is
+        drafted while most rows lack their prompt.
         """
         sizes, rounds = self._config.node_sizes(num_slots), self._config.rounds_per_fetch
         if num_missing:
-            few = num_missing <= len(live)  # else `Rounds` computes prompts until they are few
+            few = num_missing <= len(live)  # else `Rounds` computes prompts until few are missing
             sizes = self._config.sizes_beside_prompts(num_slots) if few else []
             if not sizes and self.drafter is not None:
                 rounds = 1
         undrafted, self._drafted_A = plain(num_slots, rounds), None
-        # the last token of a response is never a draft token: it comes with the one before
+        # the last token of a response is never drafted: verifying the token before draws it
         left_A = np.minimum(live.remaining_tokens_A - 1, self._config.max_nodes - 1)
         chained_A = np.zeros(len(live), bool)
         if cached is not None:
@@ -109,7 +109,7 @@ class Speculator:
     def _unseen(
         self, live: LiveSlots, sizes: Sequence[int], num_slots: int
     ) -> DraftDecision | None:
-        """Decide for rounds that draft on the device, if that is wanted and can be done."""
+        """Return a decision to draft on the device, or None if that is unwanted or impossible."""
         assert self.drafter is not None, "it may draft"
         self.in_rounds = self.drafter.in_rounds()
         if self.in_rounds is None:
@@ -123,7 +123,7 @@ class Speculator:
         return dataclasses.replace(decision, num_rounds=rounds)
 
     def _propose(self, live: LiveSlots, max_A: np.ndarray) -> Drafts:
-        """Return the drafts of requests that may have some: the drafter knows of no others."""
+        """Return drafts; the drafter sees only requests that may have drafts."""
         max_nodes = self._config.max_nodes - 1
         if (max_A > 0).all():
             drafts, self._lags = self._drafts_of(live, max_A), False
@@ -162,9 +162,9 @@ class Speculator:
         tokens_AN: np.ndarray,
         emitted_A: np.ndarray,
     ) -> Acceptance:
-        """Count the verified draft tokens; report which were accepted to budget and drafter.
+        """Count the verified draft tokens; report their acceptance to the budget and the drafter.
 
-        Both see only requests that the drafter drafted for, and no cached response.
+        Both see only requests that the drafter drafted for, and no cached responses.
         """
         if taken_A is None:
             acceptance = plain_acceptance(drafts, tokens_AN, emitted_A)
@@ -180,10 +180,10 @@ class Speculator:
         return acceptance
 
     def observe_unseen(self, live: LiveSlots, r: DraftedRound, count_B: np.ndarray) -> np.ndarray:
-        """Observe a round that drafted on the device and emitted so many tokens of each slot.
+        """Observe a round that drafted on the device and emitted `count_B` tokens per slot.
 
-        Returns how many draft tokens of each request that took part were accepted, and of how many
-        that is known; int [X, 2].
+        Returns, for each request that took part, how many draft tokens were accepted and for how
+        many this is known; int [X, 2].
         """
         assert self.in_rounds is not None
         live = live.take(count_B[live.rows_A] > 0)
@@ -196,9 +196,9 @@ class Speculator:
         return np.stack([acceptance.accepted_AN.sum(axis=1), seen_A], axis=1)
 
     def committed(self, live: LiveSlots) -> None:
-        """Pass the requests' present tokens to the drafter, while the device is busy.
+        """Pass the current tokens of requests to the drafter, while the device is busy.
 
-        In plain rounds they wait until drafts are wanted again.
+        After plain rounds, a drafter that can lag gets the tokens when drafts are wanted again.
         """
         if self.drafter is None:
             return
@@ -209,7 +209,7 @@ class Speculator:
             self._lags = False
 
     def finished(self, live: LiveSlots) -> None:
-        """Have the drafter forget requests that have ended."""
+        """Have the drafter forget requests that have finished."""
         if self.drafter is not None and len(live):
             self.drafter.finished(live)
 

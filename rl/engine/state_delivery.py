@@ -1,7 +1,7 @@
-"""Hidden states on their way from the device to a sink, during the rounds.
+"""Delivery of hidden states from the device to a sink, while rounds run.
 
-When a response ends, its states are copied on the device, so that the next round may overwrite the
-row. A thread waits for the transfer and passes sequences to the sink in the order of their ends.
+When a response finishes, its states are copied on the device, so that the next round may overwrite
+the row. A thread waits for the transfer and passes sequences to the sink in order of completion.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 
 from reprise.spec.eagle.training_data import HiddenStates, HiddenStateSink
 
-MAX_WAITING_BYTES = 2**30  # in addition to one sequence; of the device, and of the host
+MAX_WAITING_BYTES = 2**30  # beyond one sequence; on the device and on the host
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ended:
-    """A response that has ended: all tokens, and copies of the states of all but the last.
+    """A finished response with its tokens, and with copies of the states of all but the last token.
 
-    A copy is (first position, [C, W]); the last one may reach beyond the states.
+    A copy is (first position, [C, W]); the last copy may reach beyond the states.
     """
 
     tokens_T: np.ndarray
@@ -37,7 +37,7 @@ class Ended:
         return sum(copy.nbytes for _, copy in self.copies)
 
     def states(self) -> HiddenStates:
-        """Return the whole sequence on the host: waits for the device."""
+        """Wait for the device; return the whole sequence on the host."""
         T, (_, first_CW) = len(self.tokens_T), self.copies[0]
         hidden_TW = np.empty((T - 1, first_CW.shape[1]), first_CW.dtype)
         for start, copy_CW in self.copies:
@@ -47,10 +47,11 @@ class Ended:
 
 
 class StateDelivery:
-    """Passes sequences to a sink, if there is one; a context manager.
+    """A context manager that passes sequences to a sink, unless the sink is None.
 
-    At its end all have arrived, or it raises the sink's error; if a rollout fails, the others are
-    dropped. With `in_turn` `wants` waits for them, so that answers do not depend on timing.
+    On exit all sequences have arrived, or the error of the sink is raised; if a rollout fails,
+    waiting sequences are dropped. With `in_turn`, `wants` waits for sequences that were sent, so
+    that answers do not depend on timing.
     """
 
     def __init__(self, sink: HiddenStateSink | None, *, in_turn: bool = False) -> None:
@@ -60,13 +61,13 @@ class StateDelivery:
         self._waiting_bytes = 0
 
     def wants(self, request_id: int, num_tokens: int) -> bool:
-        """Return whether the sink wants a request's sequence of so many tokens."""
+        """Return whether the sink wants the sequence of a request, of `num_tokens` tokens."""
         while self._in_turn and self._waiting:
             self._wait_for_first()
         return self._sink is not None and self._sink.wants(request_id, num_tokens)
 
     def send(self, ended: Ended) -> None:
-        """Start the transfer, once there is room; raise errors of earlier ones."""
+        """Start the transfer; queue it once there is room, raising errors of earlier sequences."""
         for _, copy_CW in ended.copies:
             copy_CW.copy_to_host_async()
         room = MAX_WAITING_BYTES - ended.num_bytes

@@ -1,4 +1,4 @@
-"""Records of a rollout's rounds, for metrics, plots and costs."""
+"""Records of the rounds of a rollout, for metrics, plots and costs."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from reprise.spec.drafter import Acceptance, Drafts, Source, by_source
 from reprise.spec.round_times import RoundTimes
 
 MAX_TIMELINE_BYTES = 2**28
-PAUSE = 4.0  # times the usual seconds: longer than any round of its kind, shorter than a stop
-FEW = 4  # fetches of a kind, too few for a median
+PAUSE = 4.0  # times the usual seconds: above any normal round of a kind, below a pause
+FEW = 4  # fewer fetches of a kind are too few for a median
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RoundRecord:
-    """One fetch: its seconds on the engine's clock, its bucket, and the tokens of A requests.
+    """One fetch: its seconds on the engine clock, its bucket, and the tokens of A requests.
 
-    Its times end the phases of prompts and moves (`ready_s`), drafting, packing and the first call,
-    waiting for the device (`fetched_s`), and committing. As many nodes as slots are plain decoding,
-    of max(`rounds_A`) rounds; `rounds_A` counts the rounds of each request. `cached_nodes` were
-    tokens of cached responses; in addition to the nodes `prompt_tokens` were computed, and
-    `cached_in_chunks` decided on, in a pass whose tokens would take `plain_rounds` of all rows. It
-    waited if `num_compiled` meanwhile are not 0. `pricing_seconds` of the time before `drafted_s`
-    went to the price of cached tokens.
+    Each time marks the end of a phase: prompts and moves (`ready_s`), drafting, packing and the
+    first call, waiting for the device (`fetched_s`), and committing. If `num_nodes` equals
+    `num_slots`, the fetch is plain decoding of max(`rounds_A`) rounds; `rounds_A` counts the rounds
+    of each request. `cached_nodes` were tokens of cached responses. Besides the nodes,
+    `prompt_tokens` were computed, and `cached_in_chunks` were decided on in a pass, with tokens
+    that would take `plain_rounds` plain rounds of all rows. The fetch waited for compilation if
+    `num_compiled` is not 0. `pricing_seconds` before `drafted_s` were spent on pricing cached
+    tokens.
     """
 
     began_s: float
@@ -59,31 +60,31 @@ class RoundRecord:
 
     @property
     def drafted(self) -> bool:
-        """Return whether it verified draft tokens."""
+        """Return whether the fetch verified draft tokens."""
         return self.num_nodes > self.num_slots
 
     @property
     def num_rounds(self) -> int:
-        """Return its rounds, at least one."""
+        """Return the number of rounds, at least one."""
         return max(int(self.rounds_A.max(initial=0)), 1)
 
     @property
     def fetch_s(self) -> float:
-        """Return its seconds after admission."""
+        """Return the seconds of the fetch after admission."""
         return self.ended_s - self.ready_s
 
     @property
     def round_s(self) -> float:
-        """Return the same of each round."""
+        """Return the seconds per round after admission."""
         return self.fetch_s / self.num_rounds
 
     def seconds_in(self, times: RoundTimes, num_nodes: int) -> float | None:
-        """Return the measured seconds of a round of its rows with so many nodes."""
+        """Return the measured seconds of a round of these rows with `num_nodes` nodes."""
         live_tokens = float(self.cached_tokens_A.mean()) if len(self.cached_tokens_A) else None
         return times(self.num_slots, num_nodes, self.num_positions, live_tokens)
 
     def moved(self, by_s: float) -> RoundRecord:
-        """Return this round by a clock that is so much later."""
+        """Return this record with all times moved `by_s` seconds later."""
         names = [f.name for f in dataclasses.fields(self) if f.name.endswith("_s")]
         return dataclasses.replace(self, **{name: getattr(self, name) + by_s for name in names})
 
@@ -116,16 +117,16 @@ class CachedCounts:
 
     @property
     def decided_tokens(self) -> int:
-        """Return the tokens that were decided on: none after the first that was not kept was."""
+        """Return the tokens decided on; a response has none after its first rejected token."""
         return self.kept_tokens + self.responses - self.whole
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolCounts:
-    """Keys and values of requests between two workers, in the memory of the workers' driver.
+    """Keys and values of requests in transit between two workers, in the memory of the driver.
 
-    `moved_bytes` came from a worker or went to one; `dropped_tokens` were dropped on the way, with
-    their `dropped_bytes`, and are recomputed.
+    `moved_bytes` were received from or sent to a worker; `dropped_tokens` were dropped in transit,
+    with their `dropped_bytes`, and are recomputed.
     """
 
     moved_bytes: int = 0
@@ -140,7 +141,7 @@ class PoolCounts:
         )
 
     def since(self, before: PoolCounts) -> PoolCounts:
-        """Return the counts since an earlier state of them."""
+        """Return the counts since an earlier state `before`."""
         return PoolCounts(
             self.moved_bytes - before.moved_bytes,
             self.dropped_bytes - before.dropped_bytes,
@@ -150,9 +151,9 @@ class PoolCounts:
 
 @dataclasses.dataclass
 class EngineStats:
-    """Counts of one rollout; `rounds[(slots, nodes, positions)]` prices it on other hardware.
+    """Counts of one rollout; `rounds[(slots, nodes, positions)]` gives its cost on other hardware.
 
-    The arrays, of verified and of accepted draft tokens, have one entry a `spec.drafter.Source`.
+    The arrays of verified and of accepted draft tokens have one entry per `spec.drafter.Source`.
     """
 
     fetches: int = 0
@@ -186,23 +187,23 @@ class EngineStats:
 
 
 def joined(parts: Sequence[EngineStats]) -> EngineStats:
-    """Return the counts of several rollouts together, with their rounds by start time."""
+    """Return the total counts of several rollouts, with their rounds in order of start time."""
     total = parts[0]
     for more in parts[1:]:
         total = EngineStats(
             *(getattr(total, f.name) + getattr(more, f.name) for f in dataclasses.fields(total))
         )
-    if len(parts) > 1:  # workers' rounds overlap
+    if len(parts) > 1:  # rounds of workers overlap
         total.timeline.sort(key=lambda r: r.began_s)
     return total
 
 
 def speculation_metrics(stats: EngineStats, times: RoundTimes | None = None) -> dict[str, float]:
-    """Return the acceptance of draft tokens in a rollout, in all and by source; {} without any.
+    """Return the acceptance of draft tokens in a rollout, in total and by source; {} without any.
 
-    With the measured `times` of a run also the seconds that drafts saved, and the seconds of rounds
-    that `undisturbed` leaves out. `tokens_per_round` is per request; `host_share` the part
-    of rounds with draft tokens that the host took.
+    With the measured `times` of a run, the metrics also have the seconds that drafts saved and the
+    seconds of rounds that `undisturbed` leaves out. `tokens_per_round` is per request; `host_share`
+    is the share of the host in the seconds of rounds with draft tokens.
     """
     drafted, accepted = stats.drafted_nodes, stats.accepted_tokens
     metrics, clean = dict[str, float](), undisturbed(stats.timeline, times)
@@ -238,14 +239,15 @@ def speculation_metrics(stats: EngineStats, times: RoundTimes | None = None) -> 
 def undisturbed(
     rounds: Sequence[RoundRecord], times: RoundTimes | None = None
 ) -> list[RoundRecord]:
-    """Return the rounds but those that waited for a program, or while the machine was paused.
+    """Return the rounds that waited neither for compilation nor for a paused machine.
 
-    Of a fetch of n rounds, in s seconds, a pause is
+    A fetch of n rounds in s seconds had a pause if
 
         s > `PAUSE` · max(median of s, n · median of s / n)
 
-    over the fetches like it; if they are fewer than `FEW` and `times` has their rounds, at the pace
-    of the others, s > `PAUSE` · n · t · pace.
+    with medians over the fetches of its kind. For fewer than `FEW` such fetches, if `times` has the
+    seconds t of their rounds: s > `PAUSE` · n · t · pace, where pace is the median ratio of seconds
+    to table seconds over kinds with enough fetches.
     """
     clean = [r for r in rounds if not r.num_compiled]
     alike = dict[tuple[int | bool, ...], list[RoundRecord]]()
@@ -282,8 +284,9 @@ def seconds_saved(rounds: Sequence[RoundRecord], times: RoundTimes) -> float:
     """Return an estimate of the seconds that drafts saved against plain decoding.
 
     A round that emits e tokens to A requests counts as e / A plain rounds of measured seconds,
-    minus its seconds on device and host; if it also computed prompts, as plain decoding would, its
-    device time is the measured time without them. Drafting before plain rounds is a loss.
+    minus its seconds on device and host. If the round also computed prompts, as plain decoding
+    would, its device time is the measured time without prompts. Drafting before plain rounds is a
+    loss.
     """
     saved_s = 0.0
     for r in rounds:
@@ -301,14 +304,14 @@ def seconds_saved(rounds: Sequence[RoundRecord], times: RoundTimes) -> float:
 
 
 def tail_seconds(rounds: Sequence[RoundRecord]) -> float:
-    """Return the seconds from the end of nine tenths of the requests to the end of the last."""
+    """Return the seconds from when nine tenths of the requests are finished until all are."""
     ends = {i: r.ended_s for r in rounds for i in r.request_ids_A.tolist()}
     ends_s = sorted(ends.values())
     return ends_s[-1] - ends_s[-math.ceil(0.1 * len(ends_s)) - 1] if len(ends_s) > 1 else 0.0
 
 
 def cached_seconds(rounds: Sequence[RoundRecord]) -> float:
-    """Return the seconds of rounds, by the share of their tokens that cached ones had."""
+    """Return the seconds of rounds, weighted by the share of cached tokens in each round."""
     return sum(
         r.fetch_s
         * (r.cached_nodes + r.cached_in_chunks)
@@ -328,9 +331,9 @@ def host_seconds(rounds: Sequence[RoundRecord]) -> float:
 
 
 def save_timeline(folder: Path, step: int, rounds: Sequence[RoundRecord]) -> None:
-    """Write the rounds of a step to the run folder, in place of the previous step's.
+    """Write the rounds of a step to the run folder, in place of the previous step.
 
-    Rounds of a copy count as its request's.
+    Rounds of a copy count as rounds of its request.
     """
     rows = [
         {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(r).items()}
@@ -342,7 +345,7 @@ def save_timeline(folder: Path, step: int, rounds: Sequence[RoundRecord]) -> Non
 
 
 def load_timeline(folder: Path) -> tuple[int, list[RoundRecord]]:
-    """Return (step, rounds) as last saved; (0, []) where nothing is.
+    """Return (step, rounds) as last saved, or (0, []) without a file.
 
     Raises ValueError for a file that `save_timeline` did not write.
     """

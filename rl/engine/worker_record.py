@@ -1,7 +1,8 @@
-"""The record of a run's workers by step: their places, weights and losses.
+"""The record of the workers of a run by step: their places, weight versions and losses.
 
-Times are by this program's clock. Rounds of other programs are by other clocks: they are moved into
-the call that they were part of. Rounds of other processes are moved so that steps start together.
+Times are on the clock of this program. Rounds of other programs have other clocks, and are moved
+into the call that they were part of. Rounds of other processes are moved so that steps start
+together.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from reprise.rl.runtime.run_files import WORKERS_FILE
 
 Kind = Literal["joined", "killed", "hung", "raised"]
 Span = tuple[float, float]
-MAX_SPANS = 1024  # of a step, all workers together; each has one at least
+MAX_SPANS = 1024  # of a step, over all workers; each worker has at least one
 MAX_SPANS_EACH = 32
 MAX_TEXT = 120  # characters of a name, a place or a reason
-MAX_BYTES = 2**24  # of the file: the oldest steps go first
+MAX_BYTES = 2**24  # of the file; the oldest steps are removed first
 MAX_WORKERS = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkerPart:
-    """A worker's part in a step: its place, the step that its weights are of, its busy spans."""
+    """The part of a worker in a step: its place, the step of its weights, its busy spans."""
 
     name: str
     place: str
@@ -42,7 +43,7 @@ class WorkerPart:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerEvent:
-    """A worker joined, or was lost; its `requests` then moved to others."""
+    """A worker that joined or was lost; `requests` of a lost worker move to other workers."""
 
     name: str
     place: str
@@ -64,7 +65,7 @@ class WorkerStep:
 
 
 def fitted(spans: Sequence[Span], began_s: float, ended_s: float) -> list[Span]:
-    """Return spans, moved together as little as possible to start and end in time."""
+    """Return spans, moved together as little as possible to fit into `began_s … ended_s`."""
     if not spans:
         return []
     first, last = min(s for s, _ in spans), max(e for _, e in spans)
@@ -74,7 +75,7 @@ def fitted(spans: Sequence[Span], began_s: float, ended_s: float) -> list[Span]:
 
 
 def merged(spans: Iterable[Span], most: int) -> tuple[Span, ...]:
-    """Return at most `most` spans that cover these, without the shortest pauses."""
+    """Return at most `most` spans that cover `spans`, merged over the shortest pauses."""
     result: list[list[float]] = []
     for start_s, ended_s in sorted(spans):
         if result and start_s <= result[-1][1]:
@@ -93,17 +94,17 @@ def merged(spans: Iterable[Span], most: int) -> tuple[Span, ...]:
 
 
 class WorkerLog:
-    """Makes the rows of one leg of a run, and the metrics of its workers.
+    """A builder of the rows of one leg of a run, and of the metrics of its workers.
 
-    A worker that is there again in the same place has not joined: rollouts come and go.
+    A worker that reappears in the same place has not joined; it was between two rollouts.
     """
 
     def __init__(self, after_step: int) -> None:
         self._after_step = after_step
         self._zero_s: float | None = None
-        self._places: dict[str, str] = {}  # of those that are present
+        self._places: dict[str, str] = {}  # of workers that are present
         self._known: set[str] = set()
-        self._since_s: dict[int, float] = {}  # when weights were there, by step
+        self._since_s: dict[int, float] = {}  # when weights became available, by step
 
     def step(
         self,
@@ -112,9 +113,9 @@ class WorkerLog:
         events: Sequence[WorkerEvent],
         updated_s: float,
     ) -> tuple[WorkerStep | None, dict[str, float]]:
-        """Return the row of a step and its metrics; none of a run without workers.
+        """Return the row of a step and its metrics; (None, {}) for a run without workers.
 
-        The step's update was done at `updated_s`.
+        The update of the step was done at `updated_s`.
         """
         if not parts:
             return None, {}
@@ -199,13 +200,13 @@ class WorkerLog:
 
 
 def moved(part: WorkerPart, by_s: float) -> WorkerPart:
-    """Return a part by a clock that is so much later."""
+    """Return a part with its times moved `by_s` seconds later."""
     spans = tuple((s + by_s, e + by_s) for s, e in part.busy_s)
     return dataclasses.replace(part, busy_s=spans)
 
 
 def read_workers(folder: Path) -> list[WorkerStep]:
-    """Return the steps that a run folder's file has, by leg and step; [] if there is none.
+    """Return the steps in the file of a run folder, by leg and step; [] without a file.
 
     A torn last line is left out. Raises ValueError for a file that no run wrote.
     """
@@ -233,9 +234,9 @@ def read_workers(folder: Path) -> list[WorkerStep]:
 
 
 def of_json(value: Any, kind: Any) -> Any:
-    """Return a value of JSON as a dataclass, tuple, array, number or short text.
+    """Return a JSON value as a dataclass, tuple, array, number or short text, by `kind`.
 
-    Raises ValueError unless it is one.
+    Raises ValueError for a value of another kind.
     """
     args, make = typing.get_args(kind), kind
     if dataclasses.is_dataclass(kind):
@@ -250,7 +251,7 @@ def of_json(value: Any, kind: Any) -> Any:
         return np.array(of_json(value, tuple[int, ...]), np.int64)
     elif kind is int and type(value) is int and 0 <= value < 2**53:
         return value
-    elif kind is float and type(value) in (int, float) and abs(value) < 2**53:  # nan is not
+    elif kind is float and type(value) in (int, float) and abs(value) < 2**53:  # not nan
         return float(value)
     elif (kind is str and type(value) is str and len(value) <= MAX_TEXT) or value in args:
         return value

@@ -1,11 +1,12 @@
-"""Responses of a rollout: scored as they end, and exchanged between the processes of a run.
+"""Responses of a rollout: scored as they finish, and exchanged between the processes of a run.
 
     requests of the step, the same on all → one part answered and scored → gathered → compared
 
-If each process has an engine (`Cluster.rollouts = "local"`) it answers the groups g with g mod
-processes = its number. If one engine spans all processes, each of them has all responses, and
-scores those groups. With rollout workers on Ray process 0 answers and scores all. Afterwards all
-have the same trajectories, scores and texts, in the same order; a digest of each request shows it.
+If each process has an engine (`Cluster.rollouts = "local"`), it answers the groups g with g mod
+processes = its number. If one engine spans all processes, each process has all responses and scores
+the same groups as with a local engine. With rollout workers on Ray, process 0 answers and scores
+everything. Afterwards all processes have the same trajectories, scores and texts in the same order;
+a digest of each request verifies this.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from reprise.spec.config import SamplingConfig
 
 UNSCORED = Score({}, None)
 TOKEN_FIELDS = "response_ids", "logprobs", "emission_logprobs", "policy_versions", "origins"
-AGREE_EVERY_FETCHES = 32  # on a stop, in rollouts of one engine over all processes
-# all processes end alike after these: the last whole step can still be saved
+AGREE_EVERY_FETCHES = 32  # how often one engine over all processes agrees on a stop
+# all processes exit together after these errors: the last whole step can still be saved
 AGREED = (Stopped, RewardWorkerError, WorkerError, NonFiniteLogits, Hang)
 
 
 class PeerFailed(RuntimeError):
-    """Another process of the run failed in its part of a step; this one ends as well."""
+    """Another process of the run failed in its part of a step, so this process exits too."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,7 +63,7 @@ class Responses:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """One process's outcome of a rollout; without responses or an error it was stopped.
+    """The outcome of a rollout on one process; a stop leaves neither responses nor an error.
 
     `began_s` is by the clock of that process.
     """
@@ -74,10 +75,11 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Partition:
-    """The partition of a rollout's requests between processes.
+    """The partition of the requests of a rollout between processes.
 
-    `splits`: each process answers one part; else all answer all, with one engine. `is_central`:
-    process 0 has all workers, in other programs, and answers all.
+    With `splits` each process answers its part; otherwise one engine spans all processes, and each
+    process has all responses. `is_central`: process 0 has all workers, in other programs, and
+    answers all requests.
     """
 
     processes: Processes
@@ -101,11 +103,11 @@ class Partition:
         return not self.splits or self.scores(group_id)
 
     def agrees_now(self) -> bool:
-        """Return whether it is time to agree on a stop: true every so many calls."""
+        """Return whether to agree on a stop now: True on one call in AGREE_EVERY_FETCHES."""
         return next(self._rounds) % AGREE_EVERY_FETCHES == 0
 
     def max_groups(self, num_groups: int) -> int:
-        """Return how many of so many groups a process answers at most."""
+        """Return the maximum number of groups, out of `num_groups`, that one process answers."""
         spread = self.splits and not self.is_central
         return -(-num_groups // self.processes.count) if spread else num_groups
 
@@ -118,11 +120,11 @@ class Partition:
         *,
         may_go_on: Collection[int] = (),
     ) -> Responses:
-        """Return the responses to all requests; `answer` returns this process's.
+        """Return the responses to all requests; `answer` returns the responses of this process.
 
-        Requests whose ids `may_go_on` need not be answered yet. An error of AGREED is raised again
-        here, and in the others as PeerFailed or Stopped. Raises Diverged unless all processes have
-        the same.
+        Requests with ids in `may_go_on` may still be unanswered. An error of AGREED is raised again
+        here, and as PeerFailed or Stopped in the other processes. Raises Diverged unless all
+        processes have the same requests and responses.
         """
         if self.processes.alone:
             return answer()
@@ -152,7 +154,7 @@ class Partition:
         return result
 
     def _name_workers(self, stats: EngineStats, done: Sequence[Trajectory]) -> None:
-        """Name this process's workers; a single engine is one."""
+        """Name the workers of this process; a single engine counts as one worker."""
         if self.is_central:
             return
         me = f"process {self.processes.index}" if self.splits else "all processes"
@@ -166,7 +168,7 @@ class Partition:
         stats.events = [dataclasses.replace(e, name=f"{me}, {e.name}") for e in stats.events]
 
     def _scored(self, own: Responses) -> Responses:
-        """Return the part of the responses that this process has scored."""
+        """Return the responses that this process has scored."""
         keep = [i for i, t in enumerate(own.trajectories) if self.scores(t.group_id)]
         return Responses(
             [own.trajectories[i] for i in keep],
@@ -220,10 +222,10 @@ WHOLE = Partition(ALONE)
 
 
 class Scorer:
-    """Called with a response as it ends, it sends it to the reward workers; `examples` by group.
+    """A callback that sends each finished response to the reward workers; `examples` are by group.
 
-    With Reward.per = "group" it sends a group once all of its `group_size` responses have ended, in
-    the order of their samples. It skips the groups that another process scores.
+    With Reward.per = "group" it sends a group once all of its `group_size` responses have finished,
+    in the order of their samples. It skips the groups that another process scores.
     """
 
     def __init__(
@@ -238,8 +240,8 @@ class Scorer:
         self._partition = partition
         self._group_size = group_size if rewards.config.per == "group" else 1
         self.examples: dict[int, Example] = {}
-        self._ended: dict[int, list[Trajectory]] = {}  # of groups that have not ended
-        # by request: the scores of its job, its place in that, and its text
+        self._ended: dict[int, list[Trajectory]] = {}  # of unfinished groups
+        # by request: the scores of its job, its place in the job, and its text
         self._waiting: dict[int, tuple[Future[list[Score]], int, str]] = {}
 
     def __call__(self, t: Trajectory) -> None:
@@ -260,11 +262,11 @@ class Scorer:
         del self._ended[t.group_id]
 
     def waits_for(self, group_id: int) -> bool:
-        """Return whether responses of a group wait for their siblings to end."""
+        """Return whether finished responses of a group wait for the rest of the group."""
         return self._group_size > 1 and group_id in self._ended
 
     def _result(self, t: Trajectory) -> tuple[Score, str]:
-        """Wait for the response's score, calling `check`; return it with the response's text."""
+        """Wait for the score of a response, calling `check`; return the score and the text."""
         if not self._partition.scores(t.group_id):
             return UNSCORED, ""
         scores, place, text = self._waiting.pop(t.request_id)
@@ -279,14 +281,14 @@ class Scorer:
         return Responses(rewarded, [s for s, _ in scored], [x for _, x in scored], stats)
 
     def forget(self, *, before: int) -> None:
-        """Forget the examples of groups below this number."""
+        """Forget the examples of groups below `before`."""
         self.examples = {g: example for g, example in self.examples.items() if g >= before}
 
 
 def scored_rewards(
     trajectories: Sequence[Trajectory], scores: Sequence[Score]
 ) -> list[float | None]:
-    """Return the rewards of responses, None for those whose scoring failed."""
+    """Return the rewards of responses, with None where scoring failed."""
     pairs = zip(trajectories, scores, strict=True)
     return [t.reward if score.failure is None else None for t, score in pairs]
 
@@ -294,8 +296,9 @@ def scored_rewards(
 def without_failed_groups(
     trajectories: Sequence[Trajectory], scores: Sequence[Score], group_ids: Sequence[int]
 ) -> list[Trajectory]:
-    """Return the responses; the reward of a failed one becomes None unless others of its group
-    differ, so that no group differs because a reward failed.
+    """Return the responses, with None as the failed rewards of groups that otherwise agree.
+
+    Thus no group differs only because a reward failed.
     """
     rewards = scored_rewards(trajectories, scores)
     differ = informative_groups(rewards, group_ids)
@@ -306,9 +309,9 @@ def without_failed_groups(
 
 
 def failures_text(scores: Sequence[Score]) -> str:
-    """Return how many samples could not be scored, and why; empty if all could.
+    """Return the number of samples that could not be scored, and why; empty without failures.
 
-    It is one line, though a reward's message may quote the response.
+    The text is one line, even if the message of a reward quotes the response.
     """
     kinds: dict[str, list[str]] = {}
     for failure in (score.failure for score in scores):
@@ -338,7 +341,7 @@ class _PartReader(pickle.Unpickler):
 
 
 def read_part(value: bytes) -> Part:
-    """Return the part that another process pickled; no other class or function is called."""
+    """Return the part that another process pickled, without calling any other class or function."""
     part = _PartReader(io.BytesIO(value)).load()
     if not isinstance(part, Part):
         raise pickle.UnpicklingError(f"expected a part of responses, got {type(part).__name__}")
@@ -355,7 +358,10 @@ def digest(prompt_ids: np.ndarray, t: Trajectory, score: Score) -> str:
 
 
 def _by_clock(part: Part, began_s: float) -> Responses:
-    """Return a part's responses on the clock of `began_s`, this process's start of the rollout."""
+    """Return the responses of a part, with times moved to the clock of this process.
+
+    `began_s` is the start of the rollout on this process.
+    """
     assert part.responses is not None
     stats, by_s = part.responses.stats, began_s - part.began_s
     stats = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""The policy that an adapter was trained on, by its folder: names, and a digest if we wrote it."""
+"""The base policy of an adapter, from the adapter folder: a name, and a digest if we wrote it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from reprise.rl.settings import identity
 def check_base(
     adapter: Path, policy: Path, policy_files: identity.Contents, *, any_base: bool
 ) -> str:
-    """Return a remark on an adapter whose folder names another policy, or nothing.
+    """Return a warning if the adapter folder names another policy, otherwise an empty string.
 
-    Raises ValueError if the folder has another digest of its base, unless `any_base`.
+    Raises ValueError if the folder records a different base digest, unless `any_base`.
     """
     base, (own, digest) = peft_files.read_base(adapter), describe_base(policy, policy_files)
     if base.digest == digest:
@@ -35,6 +35,6 @@ def check_base(
 
 
 def describe_base(policy: Path, policy_files: identity.Contents) -> tuple[str, str]:
-    """Return a policy's name for others (its id on the hub, or its folder's name), and digest."""
+    """Return the public name of a policy (hub id or folder name) and its digest."""
     own = model_card.read_base(policy)
     return own.hub_id or own.name, identity.base_digest(policy_files)

@@ -1,6 +1,6 @@
-"""Exports of a run: its policy, with tokenizer and model card, or its drafter, at any step.
+"""Exports from a run: the policy with tokenizer and model card, or the drafter, at any step.
 
-A policy's folder is replaced at once. The run is only read, and may still be running.
+A rename replaces the whole policy folder. Exports only read the run, which may still be running.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from reprise.spec.sampling import SamplingConfig
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The type of exported weights, and the largest size of one of their files."""
+    """The dtype of exported weights, and the maximum size of a weight file."""
 
     dtype: Literal["bfloat16", "float32"] = "float32"
     max_shard_bytes: int = hf.MAX_SHARD_BYTES
 
 
 def check_target(target: Path, *, force: bool) -> None:
-    """Raise ValueError unless `target` is new, empty, or with `force` a policy's folder."""
+    """Raise ValueError unless `target` is new, empty, or with `force` a policy folder."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         kind = "link" if target.is_symlink() else "file"
         raise ValueError(f"expected a folder to write to, got the {kind} {target}: choose another")
@@ -61,7 +61,7 @@ def check_target(target: Path, *, force: bool) -> None:
 
 
 def check_apart(target: Path, policy: Path, run: Path | None = None) -> None:
-    """Raise ValueError if the export would overwrite the policy or the checkpoints it reads."""
+    """Raise ValueError if the export would overwrite the policy or checkpoints that it reads."""
     place = target.resolve()
     if place == policy.resolve():
         raise ValueError(f"--output {target} is the policy that is read: choose another folder")
@@ -77,7 +77,7 @@ def write_checkpoint(
     target: Path,
     layout: Layout | None = None,
 ) -> None:
-    """Write a run's parameters to `target`; `source` is the run's folder and the step.
+    """Write the parameters of a run to `target`; `source` is the run folder and the step.
 
     Raises OSError, and ValueError for a damaged row of metrics.
     """
@@ -93,16 +93,16 @@ def write_checkpoint(
 
 
 def write_policy(inputs: Inputs, params: Params, target: Path, layout: Layout) -> None:
-    """Write a policy to `target` as it is, in another layout. Raises OSError or ValueError."""
+    """Write a policy to `target`, unchanged except for layout. Raises OSError or ValueError."""
     card = model_card.of_policy(model_card.read_base(inputs.policy), _form(inputs, layout))
     _write(target, inputs, params, card, layout, {})
 
 
 def generation_settings(sampling: SamplingConfig, ends: Sequence[int]) -> dict[str, Any]:
-    """Return the `transformers` settings that sample, and end responses, as the run did.
+    """Return `transformers` settings that sample and end responses as the run did.
 
-    `ends` are the policy's end tokens. top_k is written even if it is off, since its default is
-    50. Stop strings are left out: `generate` takes them only together with a tokenizer.
+    `ends` are the end tokens of the policy. top_k is written even if off, since the default is 50.
+    Stop strings are left out, since `generate` takes them only together with a tokenizer.
     """
     settings: dict[str, Any] = {"do_sample": sampling.temperature > 0}
     if sampling.temperature > 0:
@@ -128,7 +128,7 @@ def _write(
     chat_template: str | None = None,
 ) -> None:
     with hf_files.replacing(target) as path, held(path) as folder:
-        for name in tokenizer_files.NAMES:  # another tokenizer's would be read
+        for name in tokenizer_files.NAMES:  # files of an old tokenizer would be read
             folder.remove(name, missing_ok=True)
         options = dataclasses.asdict(layout)
         hf.write_into(path, inputs.model, params, generation=generation, **options)
@@ -138,7 +138,7 @@ def _write(
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """Description of an exported drafter, its training steps, its checkpoints and warnings."""
+    """An exported drafter: description, training steps, checkpoint folder and warnings."""
 
     text: str
     num_steps: int
@@ -154,12 +154,13 @@ def write_drafter(
     policy: Params | None = None,
     engine: Engine = "sglang",
 ) -> Exported:
-    """Write the drafter of a run to `target`; a run that has just ended passes its `policy`.
+    """Write the drafter of a run to `target`; a run that has just finished passes its `policy`.
 
-    Otherwise the drafter's own checkpoints may be older or newer than the run's (after a kill),
-    and the one trained longest counts: a resumed run continues from it too. Its embedding and head
-    are the policy's of the run's newest checkpoint, else of the finished policy.
-    Raises NoWholeCheckpointError, StructureMismatchError, and as `drafter_folder.write` does.
+    Without `policy`, drafter checkpoints may be older or newer than run checkpoints (after a kill).
+    The drafter with the most training steps is exported, as a resumed run would also continue from
+    that state. The embedding and head are from the policy in the newest run checkpoint, or else
+    from the finished policy. Raises NoWholeCheckpointError, StructureMismatchError, and the errors
+    of `drafter_folder.write`.
     """
     from reprise.rl.assembly.drafter_run import open_drafter
     from reprise.rl.drafter_training import export as drafter_folder
@@ -197,7 +198,7 @@ def write_drafter(
         raise NoWholeCheckpointError("\n".join(problems), {})
     trained, source, warnings = max(
         states, key=lambda found: int(found[0].step)
-    )  # ties: the drafter's
+    )  # ties: drafter checkpoint
     drafter = dataclasses.replace(start, params=trained.params)
     text = drafter_folder.write(
         target,

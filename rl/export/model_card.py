@@ -1,7 +1,7 @@
 """The model card (README.md) of an exported policy: its run, its results and its use.
 
-Names, paths and texts come from outside: they are in code spans and fences that they cannot close.
-Absolute paths keep their last part only.
+Names, paths and texts are untrusted, so the card puts them in code spans and fences that such text
+cannot close. Absolute paths keep only their last part.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.run_folder import Launch
 
 CARD = "README.md"
-MAX_CHARACTERS = 300  # of one text from outside
-MAX_HEAD_CHARACTERS = 2**16  # of a base policy's card
+MAX_CHARACTERS = 300  # of one untrusted text
+MAX_HEAD_CHARACTERS = 2**16  # read from the card of a base policy
 MAX_ITEMS = 20  # of a list
 _METRICS = ("reward", "completions/mean_length", "completions/clipped_ratio")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-# The folders of an absolute path in a spec or a setting: from a quote or colon to the last slash.
+# The folders of an absolute path in a spec or setting, from a quote, colon or = to the last slash.
 _FOLDERS = re.compile(r"""(?<=['":=])/(?:(?:\\.|[^/?:'"\\\n])+/)+""")
 
 
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """The policy that a run started from: its name, and the origin that its files declare."""
+    """The initial policy of a run: its name, and the origin that its files declare."""
 
     name: str
     hub_id: str | None = None
@@ -41,7 +41,7 @@ class Base:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class History:
-    """A run up to the exported step: its folder's name, its rows of metrics and its legs."""
+    """A run up to the exported step: folder name, rows of metrics and legs."""
 
     run: str
     step: int
@@ -61,7 +61,7 @@ class Form:
 
 
 def read_base(policy: Path) -> Base:
-    """Return the name and the declared origin of a policy's folder or file."""
+    """Return the name and the declared origin of a policy folder or file."""
     path = policy.absolute()
     if hf_files.is_gguf(path):
         declared = gguf_header.read(path).metadata.get("general.license")
@@ -76,7 +76,7 @@ def read_base(policy: Path) -> Base:
 
 
 def _front_matter(card: Path) -> dict[str, str]:
-    """Return the plain `name: value` lines at the head of a card."""
+    """Return the plain `name: value` pairs in the front matter of a card."""
     if not card.is_file():
         return {}
     with card.open(encoding="utf-8", errors="replace") as file:
@@ -86,11 +86,11 @@ def _front_matter(card: Path) -> dict[str, str]:
     return {name: value for name, value in values.items() if value}
 
 
-# --- text from outside ------------------------------------------------------------------
+# --- untrusted text ------------------------------------------------------------------
 
 
 def code(value: object) -> str:
-    """Return a value as a code span that it cannot close."""
+    """Return a value as a code span that the value cannot close."""
     line = _one_line(value) or " "
     ticks = _fence(line, 1)
     pad = " " if line[0] == "`" or line[-1] == "`" else ""
@@ -112,7 +112,7 @@ def _printable(line: str) -> str:
 
 
 def _spec(value: str) -> str:
-    """Return a spec or a path as code, without the folders of this machine."""
+    """Return a spec or a path as a code span, without the folders of this machine."""
     return code(_FOLDERS.sub("", f"'{value}'")[1:-1])
 
 
@@ -126,7 +126,7 @@ def _listed(values: Iterable[str]) -> str:
 
 
 def of_run(config: TrainConfig, base: Base, history: History, form: Form) -> str:
-    """Return the card of a checkpoint of a run."""
+    """Return the card for a checkpoint of a run."""
     algorithm = config.algorithm
     settings = dict(vars(algorithm.resolved))
     source = settings.pop("source")
@@ -184,9 +184,9 @@ in Reprise, a program for reinforcement learning with verifiable rewards.
 
 
 def of_policy(base: Base, form: Form) -> str:
-    """Return the card of a policy that was written in another form, without training.
+    """Return the card for a policy that was written in another form, without training.
 
-    It gives the license of the same weights, if that is a plain name.
+    The card repeats the license of the weights if this license is a plain name.
     """
     name = base.license if _is_plain(base.license) else None
     return f"""{_head(base, license_name=name)}
@@ -209,7 +209,7 @@ def _is_plain(license_name: str | None) -> bool:
 
 
 def _head(base: Base, *tags: str, license_name: str | None = None) -> str:
-    """Return the metadata that the hub reads; every value is of a known set or has safe letters."""
+    """Return the metadata for the hub; each value is from a known set or has safe characters."""
     origin = f"base_model: {json.dumps(base.hub_id)}\n" if base.hub_id else ""
     listed = "".join(f"\n- {tag}" for tag in ("reprise", *tags))
     pipeline = "library_name: transformers\npipeline_tag: text-generation\n"
@@ -239,7 +239,7 @@ def _hardware(history: History) -> str:
 
 
 def _changes(history: History) -> dict[str, str]:
-    """Return the settings that resumed legs changed, by step: the configuration is the last."""
+    """Return the settings that resumed legs changed, by step; the card lists only the last."""
     changed: dict[str, list[str]] = {}
     for launch in history.legs:
         if launch.after_step < history.step and launch.changes:
@@ -249,12 +249,12 @@ def _changes(history: History) -> dict[str, str]:
 
 
 def _results(rows: Sequence[Row]) -> str:
-    """Return the metrics of the first and the last steps that have them."""
+    """Return metrics at the first and last steps that report the metric."""
     every = dict.fromkeys(name for row in rows for name in row)
     names = [n for n in every if n in _METRICS or n.startswith("eval/")]
     names = [n for n in names if not n.endswith(("_low", "_high"))]
     of_sets = [n for n in names if n.count("/") > 1 and n.startswith("eval/")]
-    if len({n.split("/")[1] for n in of_sets}) == 1:  # its figures are those over all sets
+    if len({n.split("/")[1] for n in of_sets}) == 1:  # one set has the figures of all sets
         names = [n for n in names if n in _METRICS or n in of_sets]
     lines = []
     for name in names[: 2 * MAX_ITEMS]:
@@ -277,12 +277,12 @@ def _figure(rows: Sequence[Row], name: str) -> str:
 
 
 def _number(value: object) -> float:
-    """Return a metric as a float; nan for a missing one, or one that no run writes."""
+    """Return a metric as a float; nan if it is missing or has a value that no run writes."""
     return float(value) if isinstance(value, int | float) and abs(value) < 1e15 else math.nan
 
 
 def _use(form: Form, config: TrainConfig | None = None) -> str:
-    """Return code that samples as the run did, from prompts as the run's."""
+    """Return example code that formats prompts and samples as the run did."""
     limit_tokens = 256 if config is None else config.sampling.max_new_tokens
     stop = [] if config is None else list(config.sampling.stop)
     strings = f", stop_strings={stop!r}, tokenizer=tokenizer" if stop else ""
@@ -306,7 +306,7 @@ Reprise trains from this folder (`Policy.directory`), and reads it with \
 
 
 def _prompt(form: Form, config: TrainConfig | None) -> str:
-    """Return code that makes `ids` of `question`, as `rl.data.prompts.encode_prompt` does."""
+    """Return example code that encodes `question` to `ids` like `rl.data.prompts.encode_prompt`."""
     suffix = config.task.prompt_suffix if config else ""
     system = config.task.system_prompt if config else None
     content = f"question + {suffix!r}" if suffix else "question"

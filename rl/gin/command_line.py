@@ -1,4 +1,4 @@
-"""Command lines of the programs that are configured by `.gin` files: flags, overrides, `--list`."""
+"""Command lines of programs with `.gin` configuration files: flags, overrides, `--list`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reprise.rl.runtime.progress import printable, say
 
 
 def config_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser of `--gin_file`, `--gin.Section.field` and `--list`."""
+    """Return a parser for `--gin_file`, `--gin.Section.field` and `--list`."""
     parser = argparse.ArgumentParser(
         prog=program(name),
         description=doc,
@@ -28,7 +28,7 @@ def config_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
         metavar="FILE",
         help="a configuration file; may be repeated, later ones win",
     )
-    # For usage and help: `split_overrides` takes the real ones before argparse sees them.
+    # Only for usage and help; `split_overrides` removes overrides before argparse runs.
     parser.add_argument(
         "--gin.Section.field",
         metavar="VALUE",
@@ -47,9 +47,10 @@ def config_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
 def parse_command_line(
     parser: argparse.ArgumentParser, argv: Sequence[str], schema: type
 ) -> tuple[argparse.Namespace, list[str]]:
-    """Parse `argv` into the parser's own arguments and the overrides for `load`.
+    """Parse `argv` into arguments of the parser and overrides for `load`.
 
-    Exits, as argparse does for `--help`, after `--list`, and for an unknown flag (nearest match).
+    Exits, as argparse does for `--help`, after `--list`, and for an unknown flag (with a hint at
+    the nearest match).
     """
     try:
         overrides, rest = split_overrides(argv)

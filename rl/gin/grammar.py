@@ -1,4 +1,4 @@
-"""`.gin` text to bindings: gin-config's parser, its grammar and nothing else.
+"""Conversion of `.gin` text to bindings, with only the grammar of the gin-config parser.
 
 Nothing is imported or called on behalf of a file: `%macro` and `@reference` become inert markers,
 which `rl.gin.loader` expands or refuses. The amount of text is bounded.
@@ -16,15 +16,15 @@ from typing import Any
 
 from reprise.rl.gin.values import ConfigError
 
-MAX_FILES = 64  # read for one configuration, counted as often as they are included
+MAX_FILES = 64  # read for one configuration, counting repeated includes
 MAX_INCLUDE_DEPTH = 16
 MAX_TEXT_BYTES = 2**18  # of these files together
-MAX_JOINED_STRINGS = 100  # 'a' 'b' 'c': gin reads them again for each one more
+MAX_JOINED_STRINGS = 100  # 'a' 'b' 'c', since gin rereads all strings for each new string
 
 
 @dataclasses.dataclass(frozen=True)
 class Binding:
-    """One `name = value` of a file or an override; a name without a dot is a macro."""
+    """A `name = value` of a file or an override; a name without a dot is a macro."""
 
     name: str
     value: object
@@ -42,7 +42,7 @@ class Reference:
 
 
 class _Delegate:
-    """Builds inert markers for gin's parser."""
+    """A factory of inert markers for the gin parser."""
 
     macro = Macro
 
@@ -51,9 +51,9 @@ class _Delegate:
 
 
 def read_files(paths: Iterable[Path], resolve: Callable[[str], Path]) -> list[Binding]:
-    """Return the bindings of files in order, of an included file at its place; ConfigError.
+    """Return the bindings of files in order, with included files in place. Raises ConfigError.
 
-    An included file is in the folder of the including one, or at the place that `resolve` returns.
+    An included file is in the folder of the including file, or at the path that `resolve` returns.
     """
     sizes = list[int]()
     return [binding for path in paths for binding in _read_file(path, (), sizes, resolve)]
@@ -120,7 +120,7 @@ def _read_file(
 
 
 def _statements(path: Path, text: str) -> Iterable[Any]:
-    """Return gin's statements of a file; every way it can fail becomes a ConfigError."""
+    """Return the gin statements of a file. Raises ConfigError for every failure."""
     from gin import config_parser as grammar
 
     try:
@@ -142,7 +142,7 @@ def _statements(path: Path, text: str) -> Iterable[Any]:
 
 
 def _refuse_many_strings(text: str) -> None:
-    """Raise SyntaxError for very many adjacent strings: gin takes quadratic time."""
+    """Raise SyntaxError for very many adjacent strings, since gin takes quadratic time."""
     joined = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.STRING:
@@ -155,7 +155,7 @@ def _refuse_many_strings(text: str) -> None:
 
 
 def read_override(override: str) -> Binding:
-    """Return the binding of `Section.field=value`; a value outside gin's grammar is text."""
+    """Return the binding of `Section.field=value`; a value outside the gin grammar is text."""
     name, equals, text = override.partition("=")
     name, text = name.strip(), text.strip()
     if not equals or not text or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?", name):

@@ -1,7 +1,7 @@
-"""Configuration: frozen dataclasses are the schema, `.gin` files bind their fields.
+"""Configuration: frozen dataclasses are the schema, and `.gin` files bind their fields.
 
-A configuration holds values, never code. A schema is a frozen dataclass whose fields are sections,
-themselves frozen dataclasses:
+A configuration holds values, never code. A schema is a frozen dataclass with a field for each
+section, and each section is a frozen dataclass too:
 
     class SamplingConfig: temperature: float = 1.0        Sampling.temperature = 0.7
 """
@@ -40,8 +40,8 @@ C = TypeVar("C")
 def load(schema: type[C], files: Sequence[str | Path] = (), overrides: Sequence[str] = ()) -> C:
     """Return `schema` with its defaults, changed by `files` and then by `overrides`.
 
-    Later files win over earlier ones, overrides (`"Sampling.temperature=0.7"`) over files. A macro
-    (`NAME = value`, used as `%NAME`) has its last value everywhere. Raises ConfigError.
+    Later files win over earlier files, and overrides (`"Sampling.temperature=0.7"`) win over files.
+    A macro (`NAME = value`, used as `%NAME`) has its last value everywhere. Raises ConfigError.
     """
     bindings = read_files((_existing(file) for file in files), resolve_path)
     bindings += [read_override(override) for override in overrides]
@@ -63,7 +63,7 @@ def load(schema: type[C], files: Sequence[str | Path] = (), overrides: Sequence[
 
 
 def dump(config: Any) -> str:
-    """Return the whole configuration as `.gin` text that `load` reads back as an equal one."""
+    """Return the whole configuration as `.gin` text; `load` reads back an equal configuration."""
     blocks = []
     for name, section in sorted(_sections(type(config)).items()):
         values = getattr(config, section.schema_field)
@@ -77,7 +77,7 @@ def dump(config: Any) -> str:
 
 
 def describe(schema: type, only: str = "") -> str:
-    """Return help on every field, or on section `only`; ConfigError if it does not exist."""
+    """Return help on every field, or on section `only`. Raises ConfigError if it is unknown."""
     sections = _sections(schema)
     if only and only not in sections:
         raise ConfigError(
@@ -123,13 +123,13 @@ def _existing(file: str | Path) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class _Section:
-    """A section of a schema, named as its class without `Config`."""
+    """A section of a schema, named after its class without `Config`."""
 
     name: str
     schema_field: str
     cls: type
     hints: Mapping[str, Any]
-    instance: object | None  # the defaults, if the schema gives one
+    instance: object | None  # the defaults, if the schema gives an instance
 
     @property
     def fields(self) -> list[dataclasses.Field[Any]]:
@@ -141,7 +141,7 @@ class _Section:
         return field.default
 
     def checked(self, value: object, field: str, where: str) -> object:
-        """Return `value` as the field's type; ConfigError, with an example, for another type."""
+        """Return `value` as the type of the field. Raises ConfigError, with an example."""
         hint = self.hints[field]
         try:
             return coerce(value, hint)
@@ -160,12 +160,12 @@ class _Section:
             ) from None
 
     def example(self, field: str) -> object:
-        """Return a plausible value: from the section's `EXAMPLES`, else any of the field's type."""
+        """Return a plausible value, from `EXAMPLES` of the section or else by the field type."""
         examples: Mapping[str, object] = getattr(self.cls, "EXAMPLES", {})
         return examples[field] if field in examples else example_of(self.hints[field])
 
     def build(self, bound: Mapping[str, Binding]) -> Any:
-        """Make the section from its bindings; ConfigError for unset or refused fields."""
+        """Make the section from its bindings. Raises ConfigError for unset or refused fields."""
         for field in self.fields:
             if field.name not in bound and self.default(field) is dataclasses.MISSING:
                 name = f"{self.name}.{field.name}"
@@ -185,7 +185,7 @@ class _Section:
 
 
 def _sections(schema: type) -> dict[str, _Section]:
-    """Return the sections of a schema by name, in the schema's order."""
+    """Return the sections of a schema by name, in schema order."""
     hints = typing.get_type_hints(schema)
     sections: dict[str, _Section] = {}
     for field in dataclasses.fields(schema):
@@ -209,7 +209,7 @@ def _known_name(sections: Mapping[str, _Section], binding: Binding) -> tuple[_Se
         )
     names = [f.name for f in sections[name].fields]
     if field not in names:
-        hint = nearest(field, names, f"{name}.", cutoff=0.85)  # a plural, or a letter
+        hint = nearest(field, names, f"{name}.", cutoff=0.85)  # a plural or a typo
         hint = hint or _home_of(field, sections) or nearest(field, names, f"{name}.")
         raise ConfigError(
             f"{binding.where}: no field {name}.{field}.{hint} Fields of {name}: {', '.join(names)}"
@@ -223,7 +223,7 @@ def _home_of(field: str, sections: Mapping[str, _Section]) -> str:
 
 
 class _Macros:
-    """The macros of a configuration: which were used, and how many values they expanded to."""
+    """The macros of a configuration, with the used macros and the number of expanded values."""
 
     def __init__(self, macros: Mapping[str, Binding]) -> None:
         self._macros = macros
@@ -231,7 +231,7 @@ class _Macros:
         self._num_values = 0
 
     def expand(self, value: object, where: str, via: tuple[str, ...], depth: int = 0) -> object:
-        """Expand every macro in `value`; `via` names the macros around it."""
+        """Expand every macro in `value`; `via` names the enclosing macros."""
         self._num_values += 1
         if self._num_values > MAX_VALUES or depth > MAX_DEPTH:
             raise ConfigError(
@@ -263,7 +263,7 @@ class _Macros:
         return value
 
     def refuse_unused(self, sections: Mapping[str, _Section]) -> None:
-        """Raise ConfigError for `steps = 3`, a macro to gin: its section was forgotten."""
+        """Raise ConfigError for an unused macro, such as `steps = 3` with a forgotten section."""
         for name, macro in self._macros.items():
             if name not in self._used:
                 raise ConfigError(
@@ -273,7 +273,7 @@ class _Macros:
 
 
 def _doc(cls: type) -> str:
-    """Return the class's docstring, unless dataclass generated it."""
+    """Return the docstring of a class, unless dataclass generated it."""
     doc = inspect.getdoc(cls) or ""
     return "" if doc.startswith(f"{cls.__name__}(") else doc
 

@@ -1,4 +1,4 @@
-"""Values of a configuration: which types a field may have, and how values meet them."""
+"""Values of a configuration: the types that a field may have, and conversion to these types."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Mismatch(Exception):
 
 
 def coerce(value: Any, hint: Any) -> Any:
-    """Return `value` as `hint`: ints serve as floats, lists as tuples; else raises Mismatch."""
+    """Return `value` as type `hint`, with ints as floats and lists as tuples. Raises Mismatch."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint in (bool, int, str, types.NoneType):
         if type(value) is hint:
@@ -34,7 +34,7 @@ def coerce(value: Any, hint: Any) -> Any:
         if any(type(value) is type(a) and value == a for a in args):
             return value
     elif origin in (typing.Union, types.UnionType):
-        if type(value) in args:  # before any conversion: 1 of `float | int` is an int
+        if type(value) in args:  # before any conversion, since 1 stays an int in `float | int`
             return value
         for member in args:
             try:
@@ -65,12 +65,12 @@ def found_size(name: str, size: int | Literal["auto"]) -> int:
 
 
 def has_half_a_pair(text: str) -> bool:
-    """Return whether text holds half of a surrogate pair, which no file or tokenizer takes."""
+    """Return whether text holds half of a surrogate pair, which no file or tokenizer accepts."""
     return any("\ud800" <= character <= "\udfff" for character in set(text))
 
 
 def choices(hint: Any) -> tuple[Any, ...]:
-    """Return the values that the Literals of a type name."""
+    """Return the values of all Literals in a type."""
     args = typing.get_args(hint)
     return args if typing.get_origin(hint) is Literal else sum(map(choices, args), ())
 
@@ -88,7 +88,7 @@ def spell(hint: Any) -> str:
 
 
 def example_of(hint: Any) -> Any:
-    """Return some value of a type."""
+    """Return an example value of a type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return args[0]
@@ -100,7 +100,7 @@ def example_of(hint: Any) -> Any:
 
 
 def literal(value: object) -> str:
-    """Return `value` in gin's grammar, which has no word for infinity."""
+    """Return `value` in the gin grammar, which has no word for infinity."""
     if isinstance(value, tuple):
         return "(" + ", ".join(map(literal, value)) + ("," if len(value) == 1 else "") + ")"
     if isinstance(value, float):
@@ -113,7 +113,7 @@ def literal(value: object) -> str:
 def nearest(name: str, names: Iterable[str], prefix: str = "", cutoff: float = 0.6) -> str:
     """Return a hint at the closest of `names`, with a leading space; '' if none is close.
 
-    Initials are close too: `lr` to `learning_rate`.
+    Initials count as close too, such as `lr` for `learning_rate`.
     """
     by_lower = {n.lower(): n for n in names}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)

@@ -1,6 +1,6 @@
 """Advantages from rewards, in plain numpy; a group with equal rewards gets exactly 0.
 
-Rewards are equal if they differ by rounding alone (`_differ`).
+Rewards are equal if they differ only by rounding (`_differ`).
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ import numpy as np
 
 from reprise.rl.learner.algorithms import Estimator, Normalisation
 
-STD_FLOOR = 1e-4  # TRL's; keeps a group of nearly equal rewards from exploding
-# Sums in another order differ by this much: of numbers near 1 in float32, of any size in float64.
+STD_FLOOR = 1e-4  # as in TRL; bounds the advantages of nearly equal rewards
+# Sums in another order differ by this much: near 1 in float32, relative to their size in float64.
 ROUNDING, RELATIVE_ROUNDING = 1e-7, 1e-14
 
 
 def group_advantages(
     rewards: Sequence[float | None], group_ids: Sequence[int], *, normalise: Normalisation = "std"
 ) -> np.ndarray:
-    """A_i = r_i − mean(group), divided by std(group) + 1e-4 if `normalise` is "std"; float32 [n].
+    """Return A_i = r_i − mean(group), over std(group) + 1e-4 if `normalise` is "std"; float32 [n].
 
     The standard deviation has n − 1 in its denominator. A reward of None (not scored) counts in no
-    mean and gets 0; so do equal rewards and groups of one. Source: GRPO, arXiv 2402.03300; TRL.
+    mean and gets advantage 0; so do equal rewards and groups of one. Source: GRPO, arXiv
+    2402.03300; TRL.
     """
     advantages = np.zeros(len(rewards), np.float32)
     for indices, values in _groups(rewards, group_ids).values():
@@ -36,9 +37,9 @@ def group_advantages(
 def leave_one_out_advantages(
     rewards: Sequence[float | None], group_ids: Sequence[int]
 ) -> np.ndarray:
-    """A_i = r_i − mean of the others of its group = (r_i − mean) · n / (n − 1); float32 [n].
+    """Return A_i = r_i − mean of the other rewards of its group; float32 [n].
 
-    Source: RLOO, arXiv 2402.14740.
+    This equals (r_i − mean) · n / (n − 1). Source: RLOO, arXiv 2402.14740.
     """
     advantages = np.zeros(len(rewards), np.float32)
     for indices, values in _groups(rewards, group_ids).values():
@@ -54,7 +55,7 @@ def response_advantages(
     estimator: Estimator,
     normalise: Normalisation,
 ) -> np.ndarray:
-    """Return the advantage of each response, float32 [n]; 0 for "gae", which has them by token."""
+    """Return the advantage of each response, float32 [n]; 0 for "gae", which works by token."""
     if estimator == "gae":
         return np.zeros(len(rewards), np.float32)
     if estimator == "leave_one_out":
@@ -63,16 +64,16 @@ def response_advantages(
 
 
 def informative_groups(rewards: Sequence[float | None], group_ids: Sequence[int]) -> set[int]:
-    """Return the groups whose rewards are not all equal (DAPO, arXiv 2503.14476, section 3.2)."""
+    """Return the groups with rewards that differ (DAPO, arXiv 2503.14476, section 3.2)."""
     return {g for g, (_, values) in _groups(rewards, group_ids).items() if _differ(values)}
 
 
 def overlong_penalties(
     lengths: Sequence[int], max_new_tokens: int | Sequence[int], buffer_tokens: int | Sequence[int]
 ) -> np.ndarray:
-    """0 up to max_new_tokens − buffer, then linear to −1 at max_new_tokens; float64 [n].
+    """Return 0 up to max_new_tokens − buffer, then linear to −1 at max_new_tokens; float64 [n].
 
-    Limits and buffers are one for all or one each; a buffer of 0 gives zeros. Source: DAPO,
+    Limits and buffers are scalars or one per response; a buffer of 0 gives zeros. Source: DAPO,
     arXiv 2503.14476, equation 13.
     """
     buffer = np.asarray(buffer_tokens, np.float64)
@@ -88,7 +89,7 @@ def gae(
     gamma: float,
     gae_lambda: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages and returns of each token; float32 [B, T] twice, 0 after a row's length.
+    """Return the advantage and return of each token; float32 [B, T] twice, 0 beyond `lengths_B`.
 
     δ_t = r_t + γ·V_{t+1} − V_t, A_t = δ_t + γλ·A_{t+1}, returns A + V; V and A are 0 after the last
     token. Source: arXiv 1506.02438.
@@ -108,7 +109,10 @@ def gae(
 
 
 def whiten(values_BT: np.ndarray, mask_BT: np.ndarray) -> np.ndarray:
-    """(x − mean) / (std + 1e-8) over the mask, 0 elsewhere and for equal values; float32 [B, T]."""
+    """Return (x − mean) / (std + 1e-8) over the mask; float32 [B, T].
+
+    The result is 0 outside the mask, and for equal values.
+    """
     inside = values_BT[mask_BT].astype(np.float64)
     result = np.zeros(values_BT.shape, np.float32)
     if _differ(inside):
@@ -119,7 +123,7 @@ def whiten(values_BT: np.ndarray, mask_BT: np.ndarray) -> np.ndarray:
 def _groups(
     rewards: Sequence[float | None], group_ids: Sequence[int]
 ) -> dict[int, tuple[list[int], np.ndarray]]:
-    """Group → (indices of its scored samples, their rewards in float64)."""
+    """Return group → (indices of its scored samples, their rewards in float64)."""
     if len(rewards) != len(group_ids):
         raise ValueError(f"expected a group id per reward, got {len(rewards)} and {len(group_ids)}")
     members: dict[int, list[int]] = {}
@@ -139,7 +143,7 @@ def _groups(
 
 
 def _differ(values: np.ndarray) -> bool:
-    """Return whether not all are equal up to rounding."""
+    """Return whether values differ by more than rounding."""
     if values.size < 2:
         return False
     limit = max(ROUNDING, RELATIVE_ROUNDING * float(np.abs(values).max()))
@@ -149,7 +153,7 @@ def _differ(values: np.ndarray) -> bool:
 def reward_statistics(
     rewards: Sequence[float | None], group_ids: Sequence[int]
 ) -> dict[str, float]:
-    """TRL's `reward`, `reward_std` and `frac_reward_zero_std`, and counts.
+    """Return `reward`, `reward_std` and `frac_reward_zero_std`, as in TRL, and counts.
 
     Means are left out if nothing was scored.
     """

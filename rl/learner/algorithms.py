@@ -1,6 +1,6 @@
-"""The algorithms by name: their papers' settings, and the changes of a configuration.
+"""The algorithms by name: the settings of their papers, and the changes of a configuration.
 
-`ALGORITHMS` holds all differences; trainer and loop are the same for all.
+`ALGORITHMS` holds all differences; trainer and loop are the same for all algorithms.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ NORMALISATIONS: dict[str, tuple[Normalisation, ...]] = {
 
 MAX_RATE = 1000.0  # Adam changes each weight by about the rate
 MAX_BETA = 1 - 2.0**-20  # 1 − β and 1 − β^t are computed in float32
-MIN_EPS = 1e-20  # squares of smaller gradients are 0 in float32: they are divided by it
+MIN_EPS = 1e-20  # squares of smaller gradients are 0 in float32, so only eps is left as divisor
 
 
 def require(section: Any, **rules: tuple[bool, str]) -> None:
-    """Raise ValueError for a name that its Literal lacks, or a (rule, text) that does not hold."""
+    """Raise ValueError for a value outside of its Literal, or a (rule, text) that does not hold."""
     for field, hint in typing.get_type_hints(type(section)).items():
         value, names = getattr(section, field), choices(hint)
         if isinstance(value, str) and names and value not in names:
@@ -50,7 +50,7 @@ def rate_rule(rate: float) -> tuple[bool, str]:
 
 
 def adam_rules(section: Any) -> dict[str, tuple[bool, str]]:
-    """Return the rules of a section's settings of AdamW for `require`: all hold in float32."""
+    """Return rules for `require` that keep the AdamW settings of a section valid in float32."""
 
     def beta(value: float) -> tuple[bool, str]:
         return 0 <= value <= MAX_BETA, f"0 to {MAX_BETA:.6f}"
@@ -69,9 +69,9 @@ CORRECTIONS = "none, token_tis:C, sequence_tis:C, token_mask:LOW:HIGH or sequenc
 
 @dataclasses.dataclass(frozen=True)
 class Correction:
-    """`tis` truncates ratios at `high`; `mask` drops ratios outside `low` … `high`.
+    """A correction: `tis` truncates ratios at `high`, `mask` drops ratios outside `low` … `high`.
 
-    Of each token's ratio, or of the product over its sequence.
+    A ratio belongs to one token, or is the product over its sequence.
     """
 
     level: Literal["token", "sequence"]
@@ -81,7 +81,7 @@ class Correction:
 
 
 def parse_correction(text: str) -> Correction | None:
-    """`token_tis:2`, `sequence_mask:0.5:2` and their like; None for `none`. Raises ValueError."""
+    """Parse `token_tis:2`, `sequence_mask:0.5:2` and so on; None for `none`. Raises ValueError."""
     if text == "none":
         return None
     name, *numbers = text.split(":")
@@ -110,9 +110,9 @@ def parse_correction(text: str) -> Correction | None:
 class Algorithm:
     """The settings of a named algorithm, from the paper `source`.
 
-    `max_extra_phases` None trains on groups without differences too; a number drops
-    them and generates others (dynamic sampling) in at most that many more passes.
-    `overlong_fraction` is the share of max_new_tokens over which length is punished.
+    `max_extra_phases` None trains on groups without differences too; a number drops such groups and
+    generates others (dynamic sampling) in at most that many extra passes. `overlong_fraction` is
+    the share of max_new_tokens over which length is penalised.
     """
 
     source: str
@@ -128,7 +128,7 @@ class Algorithm:
 
     @property
     def needs_critic(self) -> bool:
-        """True if a value network gives every token its advantage, instead of siblings."""
+        """True if a value network gives every token its advantage, instead of the group."""
         return self.advantages == "gae"
 
 
@@ -138,7 +138,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "dr_grpo": Algorithm(
         "arXiv 2503.20783", advantage_normalisation="none", aggregation="constant"
     ),
-    # 4,096 of 20,480 tokens are its overlong buffer; it does not bound the phases
+    # the overlong buffer is 4,096 of 20,480 tokens; the paper does not bound the phases
     "dapo": Algorithm(
         "arXiv 2503.14476", clip_high=0.28, max_extra_phases=4, overlong_fraction=0.2
     ),
@@ -148,7 +148,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         aggregation="sequence",
         clip_low=3e-4,
         clip_high=4e-4,
-        # on accelerators engine and trainer differ by more than bounds this narrow
+        # on accelerators, engine and trainer differ by more than these narrow bounds
         old_logprobs="recomputed",
     ),
     "rloo": Algorithm(
@@ -173,28 +173,28 @@ _OF_THE_TABLE = (
 class AlgorithmConfig:
     """The objective. A field of None has the value of the algorithm's paper.
 
-    `name` is grpo, dr_grpo, dapo, gspo, rloo or ppo. `aggregation` of the loss: `token`
-    averages over all tokens of an optimizer step, `sequence` over sequences of their token
-    means, `sequence_sum` over sequences of their token sums, `constant` divides these sums
-    by sequences · Sampling.max_new_tokens. `advantage_normalisation` divides by the std of
-    the group, or of the batch with ppo. `old_logprobs` are the denominators of the ratio:
-    `rollout` are the engine's under the current policy, `emission` under the policy that drew
-    each token (an older one for reused tokens), `recomputed` (gspo's) are the trainer's before
-    the first update: on accelerators its passes round differently from the engine's, so
-    that on-policy ratios of `rollout` are not 1. `correction` weighs tokens by the ratio of the
-    trainer's probability to the emission's: `none`, `token_tis:C`, `sequence_tis:C`,
-    `token_mask:LOW:HIGH` or `sequence_mask:LOW:HIGH` (`rl.learner.policy_losses`).
-    `kl_coefficient` β weighs the KL to the starting policy. Each token's loss gets
-    β · `kl_estimator` of d = log π_ref − log π, outside of `correction`: `k2`, d²/2, has the
-    gradient of the KL; `k3` (None), exp(d) − 1 − d, has the KL's mean and the gradient of
-    KL(π_ref ‖ π); `k1`, −d, has none on average. With `kl_in_reward` the loss has no KL: before
-    rewards are compared, a response's falls by β · k1, summed over its tokens (ppo: token by
-    token), π being the sampling policy; it needs an `advantage_normalisation` other than `std`,
-    and dapo's dynamic sampling looks at the rewards before.
-    `mask_truncated` leaves responses that reached the length limit out of the loss (their
-    rewards still count in the group's mean). `max_extra_phases` bounds
-    dapo's dynamic sampling. A reward falls by up to 1 over the last `overlong_buffer_tokens` before
-    the length limit; 0 is off.
+    `name` is grpo, dr_grpo, dapo, gspo, rloo or ppo. `aggregation` of the loss: `token` averages
+    over all tokens of an optimizer step, `sequence` averages the token means of sequences,
+    `sequence_sum` averages the token sums of sequences, `constant` divides the total of these sums
+    by sequences · Sampling.max_new_tokens. `advantage_normalisation` divides by the std of the
+    group, or of the batch with ppo. `old_logprobs` are the denominators of the ratio: `rollout`
+    log-probs are by the engine under the current policy, `emission` log-probs are under the policy
+    that drew each token (an older policy for reused tokens), `recomputed` log-probs (default of
+    gspo) are by the trainer before the first update. On accelerators the trainer rounds differently
+    from the engine, so on-policy ratios of `rollout` are not 1. `correction` weighs tokens by the
+    ratio of the trainer probability to the emission probability: `none`, `token_tis:C`,
+    `sequence_tis:C`, `token_mask:LOW:HIGH` or `sequence_mask:LOW:HIGH`
+    (`rl.learner.policy_losses`). `kl_coefficient` β weighs the KL to the starting policy. The loss
+    of each token gets β · `kl_estimator` of d = log π_ref − log π, outside of `correction`: `k2`,
+    d²/2, has the gradient of the KL; `k3` (None), exp(d) − 1 − d, has the mean of the KL and the
+    gradient of KL(π_ref ‖ π); `k1`, −d, has no gradient on average. With `kl_in_reward` the loss
+    has no KL. Instead, before rewards are compared, the reward of a response falls by β · k1,
+    summed over its tokens (ppo: token by token), where π is the sampling policy. This needs an
+    `advantage_normalisation` other than `std`, and dynamic sampling (dapo) uses the rewards before
+    this subtraction. `mask_truncated` leaves responses that reached the length limit out of the
+    loss (their rewards still count in the mean of the group). `max_extra_phases` bounds dynamic
+    sampling (dapo). A reward falls by up to 1 over the last `overlong_buffer_tokens` before the
+    length limit; 0 is off.
     """
 
     name: Name = "grpo"
@@ -224,7 +224,7 @@ class AlgorithmConfig:
         self._check_fit()
 
     def _check_fit(self) -> None:
-        """Raise ValueError for settings without effect, or that contradict each other."""
+        """Raise ValueError for settings that have no effect or contradict each other."""
         paper = ALGORITHMS[self.name]
         for field in ("clip_low", "clip_high"):
             if paper.policy_loss == "reinforce" and getattr(self, field) is not None:
@@ -283,7 +283,7 @@ class AlgorithmConfig:
 
     @functools.cached_property
     def resolved(self) -> Algorithm:
-        """The algorithm of that name, with the changes of this configuration."""
+        """The named algorithm, with the changes of this configuration."""
         own = {field: getattr(self, field) for field in _OF_THE_TABLE}
         changes = {field: value for field, value in own.items() if value is not None}
         if self.importance is not None:
@@ -300,7 +300,7 @@ class AlgorithmConfig:
         return self.needs_reference and not self.kl_in_reward
 
     def overlong_tokens(self, max_new_tokens: int) -> int:
-        """The tokens before the limit over which a reward falls; 0 is off."""
+        """Return the number of tokens before the limit over which a reward falls; 0 is off."""
         if self.overlong_buffer_tokens is not None:
             return self.overlong_buffer_tokens
         return int(self.resolved.overlong_fraction * max_new_tokens)
@@ -308,12 +308,12 @@ class AlgorithmConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CriticConfig:
-    """PPO's value network: its optimizer's rate, and how it values tokens.
+    """PPO's value network: its learning rate, and how it values tokens.
 
-    `gamma` discounts later rewards, `gae_lambda` mixes one-step (0) and whole-response
-    (1) estimates; below 1, an untrained critic (0 everywhere) makes long responses look bad. A
-    value's change from before the update is clipped at `value_clip`. The rest of its
-    optimizer is as in the section Optimizer.
+    `gamma` discounts later rewards, `gae_lambda` mixes one-step (0) and whole-response (1)
+    estimates; below 1, an untrained critic (0 everywhere) makes long responses look bad. The change
+    of a value since before the update is clipped at `value_clip`. The section Optimizer has the
+    other settings of its optimizer.
     """
 
     learning_rate: float = 1e-5

@@ -12,23 +12,24 @@ from reprise.models.layout import layers_per_input
 from reprise.rl.gin.values import AUTO, found_size
 from reprise.rl.learner.algorithms import AlgorithmConfig, CriticConfig, adam_rules, require
 
-MAX_COUNT = 2**24  # tokens of a micro-batch, and optimizer steps of a batch
+MAX_COUNT = 2**24  # max tokens of a micro-batch, and max optimizer steps of a batch
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainerConfig:
-    """Settings of the update: optimizer steps of a batch, and their use of the device.
+    """Settings of the update: optimizer steps per batch, and their use of the device.
 
     A batch is trained on `inner_updates` times, in `minibatches` optimizer steps each (whole
     groups, shuffled). Micro-batches hold about `micro_batch_tokens` positions, padding included
-    ("auto": as many as fit, `rl.preflight.sizes`); `logprob_chunk_tokens` of them have logits at a
-    time. `compute_dtype` auto is float32 on a CPU and bfloat16 elsewhere; float32 is in full
-    precision on every backend. Master weights are always float32. `remat` names the activations
-    that the backward pass recomputes: none; layer, all but each layer's input, for a third more
-    work; layer:N, all but the input of every N-th layer, for up to two thirds more work; dots, all
-    but the products with weights. auto is none on a CPU and layer elsewhere. An update with a loss
-    or gradient that is not finite is never applied: `on_nonfinite` stops the run, or skips and
-    counts the update.
+    ("auto": the maximum that fits, `rl.preflight.sizes`); logits exist for `logprob_chunk_tokens`
+    positions at a time. `compute_dtype` auto is float32 on a CPU and bfloat16 elsewhere; float32
+    has full precision on every backend. Master weights are always float32. `remat` selects the
+    activations that the backward pass recomputes: with `none` it recomputes nothing; with `layer`,
+    everything but the input of each layer, for a third more work; with `layer:N`, everything but
+    the input of every N-th layer, for up to two thirds more work; with `dots`, everything but the
+    products with weights. auto is none on a CPU and layer elsewhere. An update with a loss or
+    gradient that is not finite is never applied: `on_nonfinite` stops the run, or skips and counts
+    the update.
     """
 
     inner_updates: int = 1
@@ -56,7 +57,7 @@ class TrainerConfig:
 
     @property
     def dtype(self) -> Any:
-        """The dtype of matrix products, on jax's backend for `auto`."""
+        """The dtype of matrix products; `auto` depends on the backend of jax."""
         import jax
 
         return self.dtype_on(jax.default_backend() == "cpu")
@@ -69,14 +70,14 @@ class TrainerConfig:
         return jnp.dtype(auto if self.compute_dtype == "auto" else self.compute_dtype)
 
     def remat_on(self, is_cpu: bool) -> str:
-        """Return the recomputed part there, by a name of `models.training`."""
+        """Return the part to recompute on a CPU or elsewhere, by a name of `models.training`."""
         if self.remat == "auto":
             return "none" if is_cpu else "layer"
         return self.remat
 
     @property
     def remat_policy(self) -> str:
-        """Return the part that the backward pass computes again, on jax's backend."""
+        """The part that the backward pass recomputes, on the backend of jax."""
         import jax
 
         return self.remat_on(jax.default_backend() == "cpu")
@@ -87,11 +88,13 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW. The schedule ends at the run's last optimizer step; `max_grad_norm` None is off.
-    Optimizer steps without a gradient do not advance it: a run with some ends before its schedule.
+    """AdamW with a learning rate schedule; `max_grad_norm` None turns clipping off.
 
-    `first_moment` is the dtype of the mean of gradients: bfloat16 takes two bytes a weight less.
-    The mean of their squares, which `b2` moves by a thousandth, stays float32.
+    The schedule covers all optimizer steps of the run. Optimizer steps without a gradient do not
+    advance it, so a run that has some stops before its schedule is complete.
+
+    `first_moment` is the dtype of the mean of gradients: bfloat16 saves two bytes per weight. The
+    mean of their squares stays float32, since `b2` moves it by only a thousandth.
     """
 
     learning_rate: float = 1e-6
@@ -119,11 +122,11 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainSpec:
-    """The model and the sections of training; the one static argument of its steps.
+    """The model and the sections of training; the static argument of the compiled training steps.
 
-    `total_steps` counts the optimizer steps that the whole run may make: schedules end there.
-    Skipped steps (nothing to learn from, not finite) do not advance schedules, so a run that
-    skips some ends before its schedule does.
+    `total_steps` is the maximum number of optimizer steps of the whole run, and the length of
+    schedules. Skipped steps (nothing to learn from, or not finite) do not advance schedules, so a
+    run that skips some stops before its schedule is complete.
     """
 
     model: ModelConfig
@@ -135,7 +138,7 @@ class TrainSpec:
 
     @property
     def recomputes_old(self) -> bool:
-        """True if a batch's log-probs are computed before its first update, for the later ones."""
+        """True if the log-probs of a batch are computed before its first update, for later ones."""
         steps = self.trainer.inner_updates * self.trainer.minibatches
         return self.algorithm.resolved.old_logprobs == "recomputed" and steps > 1
 
@@ -147,22 +150,22 @@ class TrainSpec:
 class NumericsConfig:
     """Bits of log-probabilities (docs/architecture.md, Exactness).
 
-    If all passes sum in one order, decoding, drafts, reuse and training find the same bits, in
-    bfloat16 too: drafts change no token, and ratios of a batch's first update are 1. CPUs do so
-    unless a size does not fit; TPUs and Hopper GPUs if `same_bits` is True, with products that no
-    device has timed yet. If passes cannot, each program that opens a policy refuses True; "auto"
-    prints the reason, False does nothing.
+    If all passes sum in one order, decoding, drafts, reuse and training compute the same bits, in
+    bfloat16 too: drafts change no token, and the ratios of the first update of a batch are 1. CPUs
+    do so unless a size does not fit; TPUs and Hopper GPUs do so if `same_bits` is True, with
+    products that have not been timed on a device yet. Where passes cannot, each program that opens
+    a policy rejects True; "auto" prints the reason, and False does nothing.
     """
 
     same_bits: bool | Literal["auto"] = "auto"
 
 
 def why_other_bits(model: ModelConfig, tensor_ways: int) -> str | None:
-    """Return why passes on CPUs find other bits; None if all sum in one order.
+    """Return why passes on CPUs compute different bits; None if all passes sum in one order.
 
     The heads of the trained weights are split `tensor_ways`.
     """
-    from reprise.models.kernels.cpu_tiles import (  # of a head, and of the inputs of a product
+    from reprise.models.kernels.cpu_tiles import (  # divisors of head sizes and input widths
         LANES,
         LINE,
     )
@@ -180,10 +183,10 @@ def why_other_bits(model: ModelConfig, tensor_ways: int) -> str | None:
 def why_other_bits_on_accelerators(
     platform: str, model: ModelConfig, tensor_ways: int, dtype: Any, page_tokens: int | None
 ) -> str | None:
-    """Return why passes on the TPUs or GPUs in use find other bits; None if all sum in one order.
+    """Return why passes on the TPUs or GPUs in use compute different bits.
 
-    The heads of the trained weights are split `tensor_ways`; an engine's cache is pages of
-    `page_tokens`, or rows.
+    Returns None if all passes sum in one order. The heads of the trained weights are split
+    `tensor_ways`; the cache of an engine has pages of `page_tokens`, or rows if it is None.
     """
     import jax.numpy as jnp
 
@@ -218,7 +221,7 @@ def _split_heads(model: ModelConfig, tensor_ways: int) -> str | None:
 
 
 def _widths(model: ModelConfig) -> dict[str, int]:
-    """Return the inputs of products by name."""
+    """Return the input widths of matrix products, by name."""
     query_width = model.num_heads * model.head_dim
     return {"d_model": model.d_model, "d_ff": model.d_ff, "num_heads · head_dim": query_width}
 

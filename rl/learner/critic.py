@@ -1,7 +1,7 @@
-"""PPO's critic: a copy of the policy's trunk with a scalar head, which learns expected rewards.
+"""PPO's critic: a copy of the policy trunk with a scalar head, which learns expected rewards.
 
-It reads the same packed micro-batches; a token's value is at the position that predicts it.
-Axes: B rows, T positions, E samples, M their response tokens, D model width.
+It reads the same packed micro-batches as the policy; the value of a token is at the position that
+predicts it. Axes: B rows, T positions, E samples, M their response tokens, D model width.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from reprise.rl.records.packing import Shape
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Critic:
-    """Weights of a critic: a policy without its language head, and the value head."""
+    """The weights of a critic: a policy without its language head, and a value head."""
 
     trunk: Params
     head_D: jax.Array
@@ -50,7 +50,7 @@ def critic_specs(model: ModelConfig) -> Critic:
 
 
 def optimizer_of(recipe: TrainSpec) -> OptimizerConfig:
-    """The policy's optimizer with the critic's learning rate."""
+    """Return the optimizer settings of the policy, with the learning rate of the critic."""
     return dataclasses.replace(recipe.optimizer, learning_rate=recipe.critic.learning_rate)
 
 
@@ -70,7 +70,7 @@ def shapes(recipe: TrainSpec) -> CriticState:
 
 
 def values(params: Critic, batch: MicroBatch, recipe: TrainSpec) -> jax.Array:
-    """V = hidden · head where each response token is predicted; float32 [E, M]."""
+    """Return V = hidden · head where each response token is predicted; float32 [E, M]."""
     hidden_BTD = transformer.hidden(
         recipe.model,
         params.trunk,
@@ -86,7 +86,10 @@ def values(params: Critic, batch: MicroBatch, recipe: TrainSpec) -> jax.Array:
 def value_loss(
     values_BT: jax.Array, inputs: LossInputs, normaliser: jax.Array, clip: float
 ) -> tuple[jax.Array, tuple[TokenStatistics, jax.Array, None]]:
-    """Σ clipped value loss / normaliser (tokens of the step), statistics, which rows are finite."""
+    """Return Σ clipped value loss / normaliser, statistics, and a mask of finite rows.
+
+    The normaliser is the number of tokens of the step.
+    """
     assert inputs.critic is not None, "a critic learns from targets"
     mask_BT = inputs.mask_BT
     values_BT = jnp.where(mask_BT, values_BT, 0.0)
@@ -122,7 +125,7 @@ CRITIC = Network(critic_specs, _loss, optimizer_of, _no_statistics)
 
 @partial(jax.jit, static_argnames=("recipe",))
 def token_values(params: Critic, batch: MicroBatch, *, recipe: TrainSpec) -> jax.Array:
-    """`values` without gradients, whole on every device; compiled once."""
+    """Return `values` without gradients, whole on every device; compiled once."""
     return replicated(values(params, batch, recipe))
 
 
@@ -133,7 +136,7 @@ def sample_values(
     recipe: TrainSpec,
     on_pass: Callable[[], None] = unwatched,
 ) -> list[np.ndarray]:
-    """Return the value of each sample's response tokens, float32 [num_tokens]; one fetch."""
+    """Return the values of response tokens, float32 [num_tokens] per sample, with one fetch."""
 
     def run(batch: MicroBatch) -> jax.Array:
         return token_values(params, batch, recipe=recipe)
@@ -148,11 +151,11 @@ def evaluate(
     recipe: TrainSpec,
     on_pass: Callable[[], None] = unwatched,
 ) -> tuple[list[TrainSample], dict[str, float]]:
-    """Return the samples with advantages, returns and values of each token, and metrics of these.
+    """Return the samples with advantage, return and value of each token, and metrics of these.
 
-    With `Algorithm.kl_in_reward` each token's reward is −β (log π − log π_ref), the response's
-    added at the last. Explained variance is 1 − Var(returns − values) / Var(returns) over all
-    tokens.
+    With `Algorithm.kl_in_reward` the reward of each token is −β (log π − log π_ref), and the reward
+    of the response is added at its last token. Explained variance is 1 − Var(returns − values) /
+    Var(returns) over all tokens.
     """
     if not samples:
         return samples, {}
@@ -181,7 +184,7 @@ def evaluate(
 def _token_rewards(
     samples: Sequence[TrainSample], mask_EM: np.ndarray, algorithm: AlgorithmConfig
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Return the rewards of tokens, float64 [E, M], and the mean KL if it is in them."""
+    """Return the rewards of tokens, float64 [E, M], and the mean KL if the rewards include it."""
     rewards_EM, metrics = np.zeros(mask_EM.shape), dict[str, float]()
     if algorithm.kl_in_reward:
         kl = [s.trajectory.logprobs - s.reference_logprobs for s in samples]
@@ -193,7 +196,7 @@ def _token_rewards(
 
 
 def metrics_of(reports: Sequence[Report]) -> dict[str, float]:
-    """Means over the tokens of all optimizer steps; `lr` is the last."""
+    """Return means over the tokens of all optimizer steps; `lr` is from the last step."""
     sums = gradient_accumulation.summed(reports).sums
     tokens = max(float(sums["tokens"]), 1.0)
     means = {name: float(x) / tokens for name, x in sums.items() if name.startswith("critic/")}

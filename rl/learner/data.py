@@ -1,4 +1,4 @@
-"""The data of a loss: sequences of tokens with a target for each, packed into micro-batches."""
+"""The data of a loss: token sequences with a target for each token, packed into micro-batches."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class Datum:
     """A sequence: `tokens` [T], the token to predict at each place, and the inputs of its loss.
 
     float32 [T]: `weights` of the places (default 1), `logprobs` of the targets under the policy
-    that drew them, `advantages`, and bounds of the ratio, `low` and `high` (default: the loss's
-    settings). `sampling` is the distribution of the log-probs. Without it, log-probs of responses
-    of this policy are of the distribution that drew them; all others of temperature 1, uncut.
+    that drew them, `advantages`, and bounds of the ratio, `low` and `high` (default: the settings
+    of the loss). `sampling` is the distribution of the log-probs. Without `sampling`, log-probs of
+    responses of this policy have the distribution that drew the response; all other log-probs have
+    temperature 1, without top-k and top-p.
     """
 
     tokens: Any
@@ -41,7 +42,7 @@ class Datum:
 
     @classmethod
     def of(cls, sample: Any, advantage: float = 0.0) -> Self:
-        """Return a response, and its prompt, whose tokens have weight 0."""
+        """Return the datum of a response and its prompt; prompt tokens have weight 0."""
         before = len(sample.prompt_ids) - 1
         ids = [*sample.prompt_ids, *sample.token_ids]
 
@@ -58,7 +59,7 @@ class Datum:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Output:
-    """The result of a pass: the sum of the loss, and each datum's log-probs, float32 [T]."""
+    """The result of a pass: the sum of the loss, and the log-probs of each datum, float32 [T]."""
 
     loss: float
     logprobs: list[np.ndarray]
@@ -69,7 +70,7 @@ class Output:
 class DatumInputs:
     """The inputs of the loss at the places of E data; [E, M], float32 and a bool mask.
 
-    The bounds of the ratio are None if no datum has any.
+    The bounds of the ratio are None if no datum has bounds.
     """
 
     mask_EM: Any
@@ -81,7 +82,7 @@ class DatumInputs:
 
 
 def _check(data: Sequence[Datum], model: ModelConfig, max_tokens: int) -> None:
-    """Raise ValueError for data that cannot be computed."""
+    """Raise ValueError for data that cannot be processed."""
     if not data:
         raise ValueError("expected at least one datum, got none")
     for i, datum in enumerate(data):
@@ -122,9 +123,10 @@ def pack(
     drawn: DrawnResponses,
     bounds: tuple[float, float] | None = None,
 ) -> list[Packed]:
-    """Return micro-batches of the data, each in one row. Raises ValueError if one does not fit.
+    """Return micro-batches of the data, each datum in one row.
 
-    `bounds` are the ratio's for places without any, and None if the loss has none.
+    `bounds` of the ratio apply to places without bounds; they are None if the loss has no bounds.
+    Raises ValueError if a datum does not fit into a row.
     """
     _check(data, model, shape.length)
     if all(datum.low is None and datum.high is None for datum in data):
@@ -175,7 +177,7 @@ def _empty(shape: Shape, *, has_bounds: bool) -> MicroBatch:
 
 
 def _inputs_of(datum: Datum, bounds: tuple[float, float] | None) -> DatumInputs:
-    """Return the loss's inputs of one datum, [T]."""
+    """Return the loss inputs of one datum, [T]."""
 
     def values(given: Any, default: float) -> np.ndarray:
         return np.full(len(datum), default, np.float32) if given is None else np.asarray(given)

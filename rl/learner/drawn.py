@@ -1,7 +1,7 @@
-"""The distributions of drawn responses, for data that return with log-probs and without them.
+"""The distributions of drawn responses, for data that return with only the log-probs.
 
-Tinker's `Datum` has log-probs, and not the temperature, top-k or top-p of their distribution; a
-loss's ratio compares two policies only if both are processed alike.
+Tinker's `Datum` has log-probs, but not the temperature, top-k or top-p of their distribution; the
+ratio of a loss compares two policies only if both are processed in the same way.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy as np
 
 from reprise.spec.config import SamplingConfig
 
-MAX_BYTES = 2**26  # of responses remembered: up to 8 million tokens
+MAX_BYTES = 2**26  # of remembered responses: up to 8 million tokens
 ENTRY_BYTES = 500  # of the Python objects of a response
 
-_Key = tuple[int, bytes, int, float]  # a prompt's tokens and digest; the first token, its log-prob
+_Key = tuple[int, bytes, int, float]  # length and digest of a prompt; the first token, its log-prob
 Matches = list[tuple[slice, SamplingConfig]]
 
 
@@ -35,31 +35,35 @@ class _Response:
 
     @property
     def is_processed(self) -> bool:
-        """False at temperature 1 without cuts, and for greedy ones, which have its log-probs."""
+        """False for the plain distribution: temperature 1 without top-k or top-p, or greedy.
+
+        Greedy responses have the log-probs of the plain distribution.
+        """
         s = self.sampling
         return s.temperature > 0 and (s.temperature != 1 or s.top_k > 0 or s.top_p < 1)
 
     def num_same(self, targets: np.ndarray, logprobs: np.ndarray) -> int:
-        """Return how many places from the first on have its tokens and log-probs."""
+        """Return the number of leading places with the same tokens and log-probs."""
         n = min(len(self.tokens), len(targets))
         differ = (self.tokens[:n] != targets[:n]) | (self.logprobs[:n] != logprobs[:n])
         return int(np.argmax(differ)) if differ.any() else n
 
 
 class DrawnResponses:
-    """The newest responses of a policy, up to `max_bytes`, with how they were drawn."""
+    """The newest responses of a policy, up to `max_bytes`, with their sampling."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes, self.num_bytes = max_bytes, 0
         self._responses: dict[_Key, list[_Response]] = {}
-        self._order = collections.deque[_Key]()  # of every response, the oldest first
+        self._order = collections.deque[_Key]()  # of all responses, the oldest first
         self._lengths = collections.Counter[int]()  # of prompts
         self._num_processed = 0
 
     def note(self, prompt: Any, tokens: Any, logprobs: Any, sampling: SamplingConfig) -> None:
-        """Remember a response and its log-probs; the oldest ones make room.
+        """Remember a response and its log-probs; the oldest responses make room.
 
-        A response of the policy's plain distribution, a datum's default, only if others are kept.
+        A response of the plain distribution, the default of a datum, is kept only while processed
+        responses are.
         """
         response = _Response(np.array(tokens, np.int32), np.array(logprobs, np.float32), sampling)
         if not (response.is_processed or self._num_processed):
@@ -87,11 +91,11 @@ class DrawnResponses:
             del self._lengths[key[0]]
 
     def find(self, tokens: Any, targets: Any, logprobs: Any) -> Matches:
-        """Return the places of a datum that hold responses with these log-probs, and how drawn.
+        """Return the places of a datum that hold responses with these log-probs, and the sampling.
 
-        A datum starts with a response's prompt, and holds the response up to the first token or
-        log-prob that differs. Nothing is looked up while all responses are of the policy's own
-        distribution, which is a datum's default.
+        A datum starts with the prompt of a response, and holds the response up to the first token
+        or log-prob that differs. Nothing is looked up while all responses have the plain
+        distribution, which is the default of a datum.
         """
         if not self._num_processed:
             return []
@@ -109,7 +113,7 @@ class DrawnResponses:
         return matches
 
     def note_scored(self, data: Sequence[Any], logprobs: Sequence[np.ndarray]) -> None:
-        """Remember log-probs that a policy has found of data: of the distributions of `find`."""
+        """Remember log-probs that a policy computed for data, with the distributions of `find`."""
         if not self._num_processed:
             return
         for datum, values in zip(data, logprobs, strict=True):
@@ -123,9 +127,9 @@ class DrawnResponses:
 def _best_match(
     responses: Sequence[_Response], targets: np.ndarray, logprobs: np.ndarray
 ) -> tuple[int, SamplingConfig]:
-    """Return the places of the response that agrees longest, and how it was drawn.
+    """Return the number of places of the response that agrees longest, and its sampling.
 
-    Of equals, one of the policy's own distribution: the same log-probs in both are 0.
+    Ties go to a response of the plain distribution: log-probs that are equal in both are 0.
     """
 
     def rank(response: _Response) -> tuple[int, bool]:

@@ -1,4 +1,7 @@
-"""Local copies of weights on a mesh over several processes, which call these together."""
+"""Local copies of weights on a mesh over several processes.
+
+All processes call these functions together.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,16 @@ from reprise.models.sharding import fitting_sharding, make_mesh
 from reprise.models.transformer import Params, param_specs
 from reprise.rl.runtime.devices import in_turn
 
-_Bounds = tuple[tuple[int, int], ...]  # of a part of an array, by axis: start and end
+_Bounds = tuple[tuple[int, int], ...]  # (start, end) per axis, of a part of an array
 
 
 def own_devices(mesh: Mesh) -> list[jax.Device]:
-    """Return this process's devices of a mesh."""
+    """Return the devices of a mesh that belong to this process."""
     return [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
 
 
 def own_part(mesh: Mesh) -> Mesh | jax.Device:
-    """Return a mesh of this process's devices of a mesh; one device as it is."""
+    """Return a mesh of the devices of `mesh` in this process, or its only device."""
     mine = own_devices(mesh)
     if len(mine) == 1:
         return mine[0]
@@ -36,11 +39,11 @@ def own_part(mesh: Mesh) -> Mesh | jax.Device:
 
 
 def laid_out(params: Params, specs: Params, mesh: Mesh) -> Params:
-    """Return weights of these specs on another mesh of the same devices in order, one by one.
+    """Return weights of these specs on another mesh of the same devices in the same order.
 
-    Weights on other devices are returned unchanged; memory may be shared with `params`. If there
-    are more copies than before, an array is first split over these too, then gathered: XLA would
-    assemble the whole array on every device instead.
+    Arrays move one by one. Weights on other devices are returned unchanged; memory may be shared
+    with `params`. If there are more copies than before, an array is first split over the new copies
+    too, then gathered: XLA would assemble the whole array on every device instead.
     """
     leaves, tree = jax.tree.flatten(params)
     before = getattr(leaves[0].sharding, "mesh", None)
@@ -61,12 +64,12 @@ def laid_out(params: Params, specs: Params, mesh: Mesh) -> Params:
 def local_weights(
     params: Params, model: ModelConfig, place: Mesh | jax.Device, dtype: Any
 ) -> Params:
-    """Return the weights in `dtype` as arrays of this process alone, laid out on its `place`.
+    """Return the weights in `dtype` as arrays of this process only, laid out on `place`.
 
-    `params` are on a mesh over several processes; `place` is one of this process's devices or a
-    mesh of some, of the same form on every process. Missing parts come from devices of other
-    processes, after rounding. Memory may be shared with `params`. Raises ValueError if devices
-    cannot be divided so.
+    `params` are on a mesh over several processes; `place` is one device of this process or a mesh
+    of some, of the same form on every process. Missing parts come from devices of other processes,
+    after rounding. Memory may be shared with `params`. Raises ValueError if the devices cannot be
+    divided this way.
     """
     leaves, tree = jax.tree.flatten(params)
     local = place if isinstance(place, Mesh) else Mesh(np.full((1, 1, 1), place), AXES)
@@ -87,27 +90,27 @@ def local_weights(
 
 
 def host_copy(tree: Any, *, keep: bool = True) -> Any:
-    """Return numpy arrays if they are to be kept, else a tree of None.
+    """Return numpy arrays if `keep`, else a tree of None.
 
-    One array after the other is gathered on the devices: never more than one is there whole.
+    Arrays are gathered on the devices one at a time, so the devices hold only one whole array.
     """
 
     def one(x: jax.Array) -> np.ndarray | None:
         if not (x.is_fully_addressable or x.is_fully_replicated):
             whole = NamedSharding(x.sharding.mesh, PartitionSpec())
-            x = jax.block_until_ready(jax.device_put(x, whole))  # or more would be there at once
+            x = jax.block_until_ready(jax.device_put(x, whole))  # only one array is whole at a time
         return np.asarray(x) if keep else None
 
     return jax.tree.map(one, tree)
 
 
 def on_host(tree: Any) -> Any:
-    """Return copies on the host of this process's arrays, which an update would consume."""
+    """Return host copies of the arrays of this process, which an update would consume."""
     return jax.tree.map(lambda x: np.array(jax.device_get(x)), tree)
 
 
 def own_shards(tree: Any) -> Any:
-    """Return copies on the host of each array's parts on this process's devices, each once."""
+    """Return host copies of the parts of each array on devices of this process, each part once."""
 
     def one(x: jax.Array) -> dict[_Bounds, np.ndarray]:
         parts = {_bounds(shard.index, x.shape): shard.data for shard in x.addressable_shards}
@@ -133,21 +136,22 @@ def _bounds(index: tuple[slice, ...], shape: Sequence[int]) -> _Bounds:
 def _spread(
     leaves: Sequence[jax.Array], shardings: Sequence[NamedSharding], dtype: np.dtype
 ) -> list[jax.Array]:
-    """Return the leaves in `dtype` on these shardings; constraints may leave them whole."""
+    """Return the leaves in `dtype` on these shardings; constraints could leave them whole."""
     pairs = zip(in_turn(_rounded(tuple(leaves), dtype=dtype)), shardings, strict=True)
     return [in_turn(jax.device_put(x, sharding)) for x, sharding in pairs]
 
 
 @partial(jax.jit, static_argnames=("dtype",))
 def _rounded(leaves: tuple[jax.Array, ...], *, dtype: np.dtype) -> list[jax.Array]:
-    """Return the leaves rounded, each on its devices."""
+    """Return the leaves rounded to `dtype`, each on its devices."""
     return [leaf.astype(dtype) for leaf in leaves]
 
 
 def _copies_of(local: Mesh, mesh: Mesh) -> Mesh:
     """Return the devices of `mesh` as copies of `local`, grouped by process.
 
-    Sizes are (processes, copies in each, `local`'s). Devices keep their order if they can.
+    The mesh has the sizes (processes, copies per process, sizes of `local`). Devices keep their
+    order if possible.
     """
     by_process: dict[int, list[jax.Device]] = {}
     for device in mesh.devices.flat:

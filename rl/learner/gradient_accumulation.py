@@ -1,10 +1,10 @@
-"""The jitted steps of one optimizer step, and the check before it is applied.
+"""The jitted functions of one optimizer step, and the check before it is applied.
 
-    start → accumulate, once a micro-batch → join → inspect → check, on the host → apply
+    start → accumulate, once per micro-batch → join → inspect → check, on the host → apply
 
-Policy and critic share them: a `Network`, their static argument, holds the differences. Of several
-copies of the weights (the mesh axis `data`) each sums the gradients of its rows, in arrays with a
-leading axis of copies. `join` adds them up, once per optimizer step.
+Policy and critic share these functions: a `Network`, their static argument, holds the differences.
+With several copies of the weights (the mesh axis `data`), each copy sums the gradients of its rows,
+in arrays with a leading axis of copies. `join` adds these sums up, once per optimizer step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _COPIES = RULES["copies"]  # the mesh axis of copies of the weights
 
 
 class Call(NamedTuple):
-    """A jitted step with its arguments, arrays or shapes, and its static ones."""
+    """A jitted function with its arguments (arrays or shapes) and its static arguments."""
 
     step: Any
     args: tuple[Any, ...]
@@ -61,7 +61,7 @@ class NonFiniteUpdate(RuntimeError):
 
 
 class NonFiniteWeights(RuntimeError):
-    """Weights that are not finite: they are neither saved nor trained on."""
+    """Weights that are not finite, which are neither saved nor trained on."""
 
 
 @jax.tree_util.register_dataclass
@@ -76,10 +76,10 @@ class Accumulator:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Health:
-    """Flags: each sample's loss, and the gradient of the micro-batch as a whole, are finite.
+    """Flags for finite values: the loss of each sample, and the gradient of the whole micro-batch.
 
-    `outputs` are a loss's values by sample. With several copies of the weights all have a leading
-    axis of copies.
+    `outputs` are the values of a loss by sample. With several copies of the weights, all arrays
+    have a leading axis of copies.
     """
 
     loss_B: jax.Array
@@ -100,7 +100,7 @@ class Report:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepScalars:
-    """The traced scalars of one optimizer step's losses: the policy's divisor, the critic's.
+    """The traced scalars of one optimizer step: the divisors of the losses of policy and critic.
 
     `unmoved`: the policy has not been updated with this batch yet.
     """
@@ -115,7 +115,7 @@ class Network:
     """The static part of one trained network.
 
     `loss` returns (loss, (statistics, finite_B, outputs)) of one micro-batch, for the trained
-    weights and the frozen ones, if there are any.
+    weights and the frozen weights, which may be None.
     """
 
     specs: Callable[[ModelConfig], Any]
@@ -124,7 +124,7 @@ class Network:
     no_statistics: Callable[[TrainSpec], TokenStatistics]
 
     def constrain(self, recipe: TrainSpec, tree: Any) -> Any:
-        """Pin a tree shaped like the network's weights to the sharding table."""
+        """Pin a tree shaped like the weights of the network to the sharding table."""
         specs = self.specs(recipe.model)
         return jax.tree.map(lambda spec, p: constrain(p, *spec.axes), specs, tree)
 
@@ -145,7 +145,7 @@ def start(*, network: Network, recipe: TrainSpec) -> Accumulator:
 
 
 def empty_shapes(*, network: Network, recipe: TrainSpec) -> Accumulator:
-    """Return the shapes of `start`'s result, under the mesh in use."""
+    """Return the shapes of the result of `start`, under the mesh in use."""
     gradients = sharding.shapes(network.specs(recipe.model), jnp.float32)
     statistics = sharding.whole_shapes(jax.eval_shape(partial(network.no_statistics, recipe)))
     total, copies = Accumulator(gradients, statistics), ways_in_use("copies")
@@ -160,8 +160,8 @@ def empty_shapes(*, network: Network, recipe: TrainSpec) -> Accumulator:
 def _by_copy(function: Callable[..., T], whole: Any = (), sums: Any = (), rows: Any = ()) -> T:
     """Call a function of the arguments `whole`, `sums` and `rows` for each copy of the weights.
 
-    It gets the copy's sums and rows; results have a leading axis of copies. With one copy it is
-    called as it is.
+    Each call gets the sums and rows of its copy; results have a leading axis of copies. With one
+    copy the function is called directly.
     """
     if ways_in_use("copies") == 1:
         return function(*whole, *sums, *rows)
@@ -177,13 +177,13 @@ def _by_copy(function: Callable[..., T], whole: Any = (), sums: Any = (), rows: 
 
 
 def join(accumulator: Accumulator) -> Accumulator:
-    """Return the sums over all copies of the weights, in each copy; it is consumed."""
+    """Return the sums over all copies of the weights, in each copy; `accumulator` is consumed."""
     return accumulator if ways_in_use("copies") == 1 else joined(accumulator)
 
 
 @partial(jax.jit, donate_argnames=("accumulator",))
 def joined(accumulator: Accumulator) -> Accumulator:
-    """`join` of several copies."""
+    """Return `join` for several copies."""
 
     def one(total: Accumulator) -> Accumulator:
         gradients, sums = jax.lax.psum((total.gradients, total.statistics.sums), _COPIES)
@@ -194,7 +194,7 @@ def joined(accumulator: Accumulator) -> Accumulator:
 
 
 def whole(tree: Any) -> Any:
-    """Return sums after `join`, which all copies have alike, without the axis of copies."""
+    """Return sums after `join`, which are equal in all copies, without the axis of copies."""
     if ways_in_use("copies") == 1:
         return tree
 
@@ -216,7 +216,7 @@ def accumulate(
     network: Network,
     recipe: TrainSpec,
 ) -> tuple[Accumulator, Health]:
-    """Add a micro-batch's gradient to the accumulator, in float32; compiled once."""
+    """Add the gradient of a micro-batch to the accumulator, in float32; compiled once."""
 
     def one(
         params: Any, scalars: StepScalars, frozen: Any, before: Accumulator, batch: MicroBatch
@@ -241,7 +241,7 @@ def accumulate(
 def inspect(
     accumulator: Accumulator, step: jax.Array, *, network: Network, recipe: TrainSpec
 ) -> Report:
-    """Return the gradient's norm before clipping, the learning rate to come, and the statistics."""
+    """Return the gradient norm before clipping, the upcoming learning rate, and the statistics."""
     lr = learning_rate(network.optimizer(recipe), recipe.total_steps, step)
     total = whole(accumulator)
     squares = [jnp.sum(g * g) for g in jax.tree.leaves(total.gradients)]
@@ -263,7 +263,7 @@ def apply(
 
 @jax.jit
 def all_finite(params: Any) -> jax.Array:
-    """Return whether all weights are finite: one pass over them."""
+    """Return whether all weights are finite, in one pass over the weights."""
     return replicated(jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(params)]).all())
 
 
@@ -275,7 +275,10 @@ def calls(
     frozen: Any = None,
     **static: Any,
 ) -> list[Call]:
-    """Return calls of the steps after `start` and of a save, perhaps of shapes, to be lowered."""
+    """Return the calls after `start`, and the check before a save, for lowering.
+
+    The arrays may be shapes.
+    """
     total: Accumulator = empty_shapes(**static)
     every = [
         Call(accumulate, (state.params, total, batch, scalars, frozen), static),
@@ -296,7 +299,7 @@ def run_once(
     frozen: Any = None,
     **static: Any,
 ) -> State:
-    """Run each compiled step on an empty batch; the state is donated, and returned unchanged."""
+    """Run each compiled function on an empty batch; the donated state is returned unchanged."""
     one, _ = in_turn(accumulate(state.params, start(**static), batch, scalars, frozen, **static))
     summed = in_turn(join(one))
     in_turn(inspect(summed, step, **static))
@@ -315,7 +318,7 @@ def check(
     *,
     whose: str = "",
 ) -> None:
-    """Raise NonFiniteUpdate, naming the fewest samples that can be at fault."""
+    """Raise NonFiniteUpdate if a value is not finite, naming the fewest samples at fault."""
     pairs = list(zip(packed, health, strict=True))
     bad = [i for p, h in pairs for i in p.sample_indices[~h.loss_B.reshape(-1)[p.places]]]
     what = f"the {whose}loss"
@@ -337,7 +340,7 @@ def check(
 
 
 def summed(reports: Sequence[Report]) -> TokenStatistics:
-    """The statistics of all optimizer steps together, on the host."""
+    """Return the statistics of all optimizer steps together, on the host."""
     total = reports[0].statistics
     for report in reports[1:]:
         total = TokenStatistics(

@@ -1,6 +1,6 @@
-"""Log-probabilities of given tokens under a policy, without batch × length × vocabulary.
+"""Log-probabilities of given tokens under a policy, without a batch × length × vocabulary array.
 
-The distribution is the sampler's (after temperature, top-k and top-p), by `spec.sampling`.
+The distribution is as in sampling (after temperature, top-k and top-p), by `spec.sampling`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from reprise.spec.sampling import Processing, log_probs
 
 
 def cast(params: Params, dtype: Any) -> Params:
-    """Return the parameters in `dtype`; the same arrays if they have it already."""
+    """Return the parameters in `dtype`; the same arrays if they already have that dtype."""
     return jax.tree.map(lambda p: p.astype(dtype), params)
 
 
 def logprobs_and_entropy(
     params: Params, batch: MicroBatch, recipe: TrainSpec
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of each sample's response tokens, and entropy there; float32 [E, M] twice.
+    """Return log-probabilities and entropies at the response tokens; float32 [E, M] twice.
 
-    Logits exist for `Trainer.logprob_chunk_tokens` positions at a time. Gradients flow through the
-    log-probabilities alone.
+    Logits exist for `Trainer.logprob_chunk_tokens` positions at a time. Gradients flow only through
+    the log-probabilities.
     """
     dtype = recipe.trainer.dtype
     hidden_BTD = transformer.hidden(
@@ -50,7 +50,7 @@ def logprobs_and_entropy(
         remat=recipe.trainer.remat_policy,
         dtype=dtype,
     )
-    # the head stays in its master's dtype until inside the loop, where autodiff
+    # the head keeps its master dtype until inside the loop, where autodiff
     # sums its gradient over chunks: in bfloat16 that sum would lose digits
     sizes = sizes_in_use()
     rows_axis, vocab_axis = logits_axes(sizes, recipe.model.vocab_size)
@@ -96,7 +96,7 @@ def _head(params: Params, vocab_axis: str) -> Params:
 def _map_chunks(
     chunk: Any, rows: tuple[jax.Array, jax.Array, Processing], chunk_tokens: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply `chunk` to equal slices of the T axis in turn; rows stay on their devices."""
+    """Apply `chunk` to equal slices of the T axis in sequence; rows stay on their devices."""
     B, T = rows[1].shape
     count = -(-T // max(1, chunk_tokens // B))
     size = -(-T // count)
@@ -115,16 +115,16 @@ def _map_chunks(
 def token_logprobs(
     params: Params, batch: MicroBatch, *, recipe: TrainSpec
 ) -> tuple[jax.Array, jax.Array]:
-    """`logprobs_and_entropy` without gradients, whole on every device; compiled once."""
+    """Return `logprobs_and_entropy` without gradients, whole on every device; compiled once."""
     return replicated(logprobs_and_entropy(params, batch, recipe))
 
 
 def unwatched() -> None:
-    """Ignore the end of a pass."""
+    """Do nothing after a pass."""
 
 
 def keep_pace(passes: Sequence[Any], on_pass: Callable[[], None]) -> None:
-    """Wait for the last pass but one, so that devices have one more to do; then call `on_pass`."""
+    """Wait for the pass before the last, so that devices stay busy; then call `on_pass`."""
     jax.block_until_ready(passes[-2:-1])
     on_pass()
 
@@ -138,7 +138,8 @@ def batch_ways() -> int:
 def place(batch: Any) -> Any:
     """Put host arrays onto the devices, split by rows under the mesh in use.
 
-    On a mesh over several processes, each has the same arrays and places a part of the rows.
+    On a mesh over several processes, each process has the same arrays and places a part of the
+    rows.
     """
     sharding = _rows_split()
     if sharding is None:
@@ -151,13 +152,13 @@ def place(batch: Any) -> Any:
 
 
 def placed_shapes(batch: Any) -> Any:
-    """Return the shapes of `place`'s result."""
+    """Return the shapes of the result of `place`."""
     sharding = _rows_split()
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch)
 
 
 def _rows_split() -> NamedSharding | None:
-    """Return the sharding of rows on the mesh in use; None without one."""
+    """Return the sharding of rows on the mesh in use; None without a mesh."""
     mesh = jax.sharding.get_mesh()
     return None if mesh.empty else NamedSharding(mesh, PartitionSpec(RULES["batch"]))
 
@@ -169,7 +170,7 @@ def sample_logprobs(
     recipe: TrainSpec,
     on_pass: Callable[[], None] = unwatched,
 ) -> list[np.ndarray]:
-    """Return log-probabilities of each sample's response tokens, float32 [num_tokens]."""
+    """Return log-probabilities of response tokens, float32 [num_tokens] per sample."""
 
     def run(batch: MicroBatch) -> jax.Array:
         return token_logprobs(params, batch, recipe=recipe)[0]
@@ -183,7 +184,7 @@ def by_sample(
     shape: Shape,
     on_pass: Callable[[], None],
 ) -> list[np.ndarray]:
-    """Return `run`'s values for each sample's tokens, [num_tokens] each; one fetch."""
+    """Return the values of `run` for response tokens, [num_tokens] per sample, with one fetch."""
     packed = micro_batches.micro_batches(samples, shape)
     lengths = [sample.trajectory.num_tokens for sample in samples]
     return fetched(run, packed, lengths, shape, on_pass)
@@ -196,7 +197,7 @@ def fetched(
     shape: Shape,
     on_pass: Callable[[], None] = unwatched,
 ) -> list[np.ndarray]:
-    """Return `run`'s values for each response of micro-batches; one fetch."""
+    """Return the values of `run` for each response of micro-batches, with one fetch."""
     assert shape.copies == ways_in_use("copies"), "micro-batches of another mesh"
     passes: list[jax.Array] = []
     for p in packed:

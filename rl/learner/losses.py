@@ -20,7 +20,7 @@ from reprise.rl.records.trajectory import Origin
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CriticInputs:
-    """A critic's values before the update, advantages, and returns to learn; [B, T]."""
+    """Values of a critic before the update, advantages, and returns to learn; [B, T]."""
 
     advantages_BT: jax.Array
     returns_BT: jax.Array
@@ -32,7 +32,7 @@ class CriticInputs:
 class LossInputs:
     """The inputs of the loss; float32 [B, T], `mask_BT` bool, `advantages_B` [B].
 
-    `origins_BT` are of `rl.records.trajectory.Origin`; `critic` has advantages in place of
+    `origins_BT` hold `rl.records.trajectory.Origin` values; advantages of `critic` replace
     `advantages_B`.
     """
 
@@ -49,7 +49,7 @@ class LossInputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenStatistics:
-    """Sums and maxima over the response tokens of a micro-batch: they add up, means do not."""
+    """Sums and maxima over the response tokens of a micro-batch, which add up, unlike means."""
 
     sums: dict[str, jax.Array]
     maxima: dict[str, jax.Array]
@@ -58,11 +58,11 @@ class TokenStatistics:
 def kl_estimate(
     logprobs_BT: jax.Array, reference_logprobs_BT: jax.Array, estimator: KLEstimator
 ) -> jax.Array:
-    """Estimates of KL(policy ‖ reference) per token, in nats; with d = ref − logp:
+    """Return estimates of KL(policy ‖ reference) per token, in nats.
 
-    k1 = −d (unbiased; as a loss its expected gradient is 0), k2 = d²/2 (as a loss,
-    the gradient of the KL), k3 = exp(d) − 1 − d (unbiased, never negative; as a loss, the gradient
-    of KL(reference ‖ policy)). Source: J. Schulman, "Approximating KL divergence",
+    With d = ref − logp: k1 = −d (unbiased; as a loss its expected gradient is 0), k2 = d²/2 (as a
+    loss, the gradient of the KL), k3 = exp(d) − 1 − d (unbiased, never negative; as a loss, the
+    gradient of KL(reference ‖ policy)). Source: J. Schulman, "Approximating KL divergence",
     joschu.net/blog/kl-approx.html.
     """
     d_BT = reference_logprobs_BT - logprobs_BT
@@ -74,9 +74,9 @@ def kl_estimate(
 
 
 def token_weights(mask_BT: jax.Array, normaliser: jax.Array, aggregation: Aggregation) -> jax.Array:
-    """The weight of each token in the loss; the sum of weight · loss is the aggregate.
+    """Return the weight of each token in the loss; the sum of weight · loss is the aggregate.
 
-    "sequence": mask / (tokens of its row) / normaliser. All others: mask / normaliser.
+    "sequence": mask / (tokens of its row) / normaliser. Other aggregations: mask / normaliser.
     """
     if aggregation != "sequence":
         return mask_BT / normaliser
@@ -87,7 +87,7 @@ def token_weights(mask_BT: jax.Array, normaliser: jax.Array, aggregation: Aggreg
 def normaliser_of(
     num_tokens: int, num_sequences: int, aggregation: Aggregation, limit_tokens: int
 ) -> float:
-    """Return the divisor of `token_weights`, for one optimizer step's tokens and sequences.
+    """Return the divisor of `token_weights`, for the tokens and sequences of one optimizer step.
 
     "token": the tokens (DAPO, arXiv 2503.14476); "sequence" and "sequence_sum": the sequences
     (GRPO, 2402.03300; RLOO, 2402.14740); "constant": the limits of all sequences (Dr. GRPO,
@@ -106,10 +106,10 @@ def loss(
     normaliser: jax.Array,
     unmoved: jax.Array | bool = False,
 ) -> tuple[jax.Array, tuple[TokenStatistics, jax.Array]]:
-    """Σ weight · (importance · policy loss + coefficient · KL), statistics, which rows are finite.
+    """Return Σ weight · (importance · policy loss + coefficient · KL), statistics, and finite rows.
 
-    `unmoved`: the policy has not been updated with this batch yet, so that `recomputed`
-    denominators are these very log-probs, whatever they round to.
+    `unmoved`: the policy has not been updated with this batch yet, so `recomputed` denominators are
+    exactly these log-probs, regardless of rounding.
     """
     algorithm, mask_BT = config.resolved, inputs.mask_BT
 
@@ -129,7 +129,7 @@ def loss(
         "batch/entropy": entropy_BT
     }
     if config.importance is not None:
-        # REINFORCE has no ratio: the weight follows the policy through the batch
+        # REINFORCE has no ratio: the weight follows the policy as it is updated
         now_BT = logprobs_BT if algorithm.policy_loss == "reinforce" else old_BT
         importance_BT, cut_BT = importance_weights(config.importance, now_BT, emission_BT, mask_BT)
         loss_BT = importance_BT * loss_BT
@@ -154,7 +154,7 @@ def loss(
 def _policy_statistics(
     algorithm: Algorithm, ratio_BT: jax.Array, advantages_BT: jax.Array
 ) -> dict[str, jax.Array]:
-    """Statistics of the clip, which takes the gradient away: below for A < 0, above for A > 0."""
+    """Return clip statistics; the clip removes the gradient below for A < 0, above for A > 0."""
     low_BT = (ratio_BT < 1 - algorithm.clip_low) & (advantages_BT < 0)
     high_BT = (ratio_BT > 1 + algorithm.clip_high) & (advantages_BT > 0)
     return {
@@ -166,7 +166,10 @@ def _policy_statistics(
 
 
 def _mismatch_statistics(logprobs_BT: jax.Array, rollout_BT: jax.Array) -> dict[str, jax.Array]:
-    """|d| and exp(d) − 1 − d, whose mean estimates KL(sampler ‖ trainer); d = trainer − sampler."""
+    """Return |d| and exp(d) − 1 − d, with d = trainer − sampler.
+
+    The mean of the second estimates KL(sampler ‖ trainer).
+    """
     d_BT = logprobs_BT - rollout_BT
     return {
         "sampling/sampling_logp_difference/mean": jnp.abs(d_BT),
@@ -175,7 +178,7 @@ def _mismatch_statistics(logprobs_BT: jax.Array, rollout_BT: jax.Array) -> dict[
 
 
 def _by_origin(d_BT: jax.Array, origins_BT: jax.Array, mask_BT: jax.Array) -> dict[str, jax.Array]:
-    """Sums of exp(d) − 1 − d, d = trainer − emission, over the tokens of each origin; counts."""
+    """Return sums of exp(d) − 1 − d, d = trainer − emission, over the tokens by origin; counts."""
     sums = {}
     for origin in Origin:
         these_BT = mask_BT & (origins_BT == int(origin))
@@ -211,7 +214,7 @@ def _reduce(per_token: Mapping[str, jax.Array], mask_BT: jax.Array) -> TokenStat
 
 
 def zero_statistics(config: AlgorithmConfig) -> TokenStatistics:
-    """The neutral element of `add_statistics`, with the names that `loss` returns."""
+    """Return the neutral element of `add_statistics`, with the names that `loss` returns."""
     zero_11 = jnp.zeros((1, 1), jnp.float32)
     logprobs = zero_11, zero_11, zero_11, zero_11
     inputs = LossInputs(zero_11 > 0, zero_11[0], *logprobs, zero_11.astype(jnp.int32))
@@ -220,7 +223,7 @@ def zero_statistics(config: AlgorithmConfig) -> TokenStatistics:
 
 
 def add_statistics(left: TokenStatistics, right: TokenStatistics) -> TokenStatistics:
-    """Statistics of two disjoint sets of tokens together."""
+    """Return the statistics of two disjoint sets of tokens together."""
     return TokenStatistics(
         jax.tree.map(jnp.add, left.sums, right.sums),
         jax.tree.map(jnp.maximum, left.maxima, right.maxima),
@@ -230,9 +233,9 @@ def add_statistics(left: TokenStatistics, right: TokenStatistics) -> TokenStatis
 def metrics_of(
     statistics: TokenStatistics, num_response_tokens: int | None = None
 ) -> dict[str, float]:
-    """Means over tokens, maxima and the summed loss, under TRL's names; host floats.
+    """Return means over tokens, maxima and the summed loss, under TRL's names; host floats.
 
-    Shares of clipped tokens are of `num_response_tokens`, by default of the tokens in the
+    Shares of clipped tokens are relative to `num_response_tokens`, by default to the tokens in the
     statistics: tokens without an advantage need no pass, and are never clipped.
     """
     sums = {name: float(value) for name, value in statistics.sums.items()}

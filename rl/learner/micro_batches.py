@@ -1,6 +1,6 @@
 """Micro-batches of one fixed shape (`rl.records.packing`) from trajectories, in plain numpy.
 
-Every response token is trained once, the end token included; padding never has weight.
+Every response token is trained on once, the end token included; padding never has weight.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from reprise.spec.sampling import Processing
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CriticTargets:
-    """A critic's advantage, return and value of each token of a response; float32 [num_tokens]."""
+    """Advantage, return and value of each response token, by a critic; float32 [num_tokens]."""
 
     advantages: np.ndarray
     returns: np.ndarray
@@ -34,7 +34,8 @@ class CriticTargets:
 class TrainSample:
     """A trajectory with the values that training adds; log-probs are float32 [num_tokens].
 
-    `old_logprobs` of None are the rollout's; other fields of None are not needed.
+    If `old_logprobs` is None, the log-probs of the rollout apply; other fields that are None are
+    not needed.
     """
 
     trajectory: Trajectory
@@ -60,9 +61,9 @@ class TrainSample:
 class MicroBatch:
     """A micro-batch on the device: rows b of T positions, samples e with tokens m < T.
 
-    `targets_BT` are the tokens that the positions predict; `index_EM` is the place in the flattened
-    [B · T] where each response token is predicted, counted in the part of each copy of the weights
-    (`Shape.copies`); the loss works on [E, M].
+    `targets_BT` are the tokens that the positions predict. `index_EM` is the place in the flattened
+    [B · T] that predicts each response token, counted within the rows of each copy of the weights
+    (`Shape.copies`). The loss works on [E, M].
     """
 
     tokens_BT: jax.Array
@@ -75,7 +76,7 @@ class MicroBatch:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Packed:
-    """A micro-batch of numpy arrays, its samples, their places e in [E], the positions in use."""
+    """A micro-batch of numpy arrays, its samples, their places e in [E], and the used positions."""
 
     batch: MicroBatch
     sample_indices: np.ndarray
@@ -83,7 +84,7 @@ class Packed:
     used_positions: int
 
 
-Fill = Callable[[MicroBatch, int, int, np.ndarray], None]  # row e of the inputs, response i, places
+Fill = Callable[[MicroBatch, int, int, np.ndarray], None]  # batch, row e, response i, places
 
 
 def select(
@@ -93,10 +94,10 @@ def select(
     *,
     mask_truncated: bool = False,
 ) -> list[TrainSample]:
-    """Return the samples that are in the loss; `sampling` is for trajectories without one.
+    """Return the samples of the loss; `sampling` applies to trajectories without a sampling.
 
-    Left out: responses without a reward, and truncated ones if `mask_truncated`. Raises ValueError
-    for unequal lengths, and for an empty prompt or response.
+    Responses without a reward are left out, and truncated responses if `mask_truncated`. Raises
+    ValueError for unequal lengths, and for an empty prompt or response.
     """
     if len(trajectories) != len(advantages):
         raise ValueError(
@@ -120,7 +121,10 @@ def select(
 def minibatch_indices(
     group_ids: Sequence[int], num_minibatches: int, seed: Sequence[int]
 ) -> list[np.ndarray]:
-    """Return the samples of each optimizer step of an epoch: whole groups, in a seeded order."""
+    """Return the sample indices of each optimizer step of an epoch.
+
+    A step has whole groups, in a seeded order.
+    """
     ids = np.asarray(group_ids)
     if num_minibatches == 1:
         return [np.arange(len(ids))] if len(ids) else []
@@ -130,7 +134,10 @@ def minibatch_indices(
 
 
 def micro_batches(samples: Sequence[TrainSample], shape: Shape) -> list[Packed]:
-    """Pack samples into few rows, rows into micro-batches; ValueError if one does not fit a row."""
+    """Pack samples into few rows, and rows into micro-batches.
+
+    Raises ValueError if a sample does not fit into a row.
+    """
     with_critic = any(sample.critic_targets is not None for sample in samples)
 
     def fill(batch: MicroBatch, e: int, i: int, places: np.ndarray) -> None:
@@ -145,8 +152,8 @@ def pack(
 ) -> list[Packed]:
     """Pack responses into the micro-batches that `blank` makes.
 
-    `fill` is called for row e of the loss's inputs with the number of its response, and the
-    flattened places that predict its tokens. Raises ValueError if one does not fit a row.
+    `fill` is called for row e of the loss inputs with the number of its response, and the flattened
+    places that predict its tokens. Raises ValueError if a response does not fit into a row.
     """
     parts, n = packing.plan(responses, shape.of_copy), shape.copies
     groups = [parts[i : i + n] for i in range(0, len(parts), n)]
@@ -156,7 +163,10 @@ def pack(
 def unpacked(
     packed: Sequence[Packed], values: Sequence[np.ndarray], lengths: Sequence[int]
 ) -> list[np.ndarray]:
-    """Return each response's values, [length], of micro-batches' [E, M], split by copy or not."""
+    """Return the values of each response, [length], from the values of micro-batches, [E, M].
+
+    The values of micro-batches may be split by copy.
+    """
     result: list[np.ndarray] = [np.empty(0, np.float32)] * len(lengths)
     for p, value_EM in zip(packed, values, strict=True):
         value_EM = value_EM.reshape(-1, value_EM.shape[-1])
@@ -166,7 +176,7 @@ def unpacked(
 
 
 def empty(shape: Shape, *, with_critic: bool = False) -> MicroBatch:
-    """A micro-batch without samples; `with_critic` has room for the targets of a critic."""
+    """Return a micro-batch without samples; `with_critic` adds room for the targets of a critic."""
     B, T, E = shape.rows, shape.length, shape.samples
 
     def ints_BT() -> np.ndarray:
@@ -197,7 +207,7 @@ def _pack(
     blank: MicroBatch,
     fill: Fill,
 ) -> Packed:
-    """Return the micro-batch of so many copies' rows, or of fewer."""
+    """Return one micro-batch from the rows of each copy; rows of missing copies stay empty."""
     part, over = shape.of_copy, shape.copies - len(parts)
     layouts = [packing.lay_out(responses, rows, part) for rows in [*parts, *[[]] * over]]
     batch = dataclasses.replace(
@@ -210,7 +220,7 @@ def _pack(
     for c, layout in enumerate(layouts):
         pairs = zip(layout.order.tolist(), layout.starts.tolist(), strict=True)
         for e, (i, start) in enumerate(pairs, start=c * part.samples):
-            index = start + np.arange(len(responses[i].tokens))  # in the part of its copy
+            index = start + np.arange(len(responses[i].tokens))  # within the rows of its copy
             batch.index_EM[e, : len(index)] = index
             fill(batch, e, i, c * part.rows * part.length + index)
             places.append(e)
@@ -219,7 +229,7 @@ def _pack(
 
 
 def _fill(batch: MicroBatch, e: int, sample: TrainSample, places: np.ndarray) -> None:
-    """Fill row e of the loss's inputs."""
+    """Fill row e of the loss inputs."""
     t, n = sample.trajectory, len(places)
     batch.processing_BT.put(places, sample.sampling)
     inputs = batch.inputs
@@ -240,6 +250,6 @@ def _fill(batch: MicroBatch, e: int, sample: TrainSample, places: np.ndarray) ->
 
 
 def padding_fraction(packed: Sequence[Packed]) -> float:
-    """The share of the device's positions that holds no token."""
+    """Return the share of positions on the device that hold no token."""
     positions = sum(p.batch.tokens_BT.size for p in packed)
     return 1.0 - sum(p.used_positions for p in packed) / positions if positions else 0.0

@@ -1,4 +1,4 @@
-"""Losses by name, as sums over the places of all data, and their jitted steps."""
+"""Losses by name, summed over the places of all data, and their jitted steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from reprise.rl.records.packing import Shape
 class LossSettings:
     """Bounds of the ratio in `ppo`, `cispo` and `gspo`, and β of `dro`.
 
-    None is the loss's default (`LOSSES`).
+    A field of None has the default of the loss (`LOSSES`).
     """
 
     low: Any = None
@@ -51,7 +51,7 @@ class Loss:
 
     per_place: TokenLoss
     defaults: LossSettings = LossSettings()
-    has_ratio: bool = True  # of the policy to the one that drew the target
+    has_ratio: bool = True  # of the policy to the policy that drew the target
 
     @property
     def has_bounds(self) -> bool:
@@ -71,7 +71,7 @@ def _ppo(logp_EM: jax.Array, x: DatumInputs, settings: LossSettings) -> jax.Arra
 
 
 def _clip(ratio_EM: jax.Array, x: DatumInputs, settings: LossSettings) -> jax.Array:
-    """Return the ratio within the bounds of its place, or of the settings if data have none."""
+    """Return the ratio clipped to the bounds of its place, or of the settings if data have none."""
     low = settings.low if x.low_EM is None else x.low_EM
     high = settings.high if x.high_EM is None else x.high_EM
     return jnp.clip(ratio_EM, low, high)
@@ -99,15 +99,15 @@ def _dro(logp_EM: jax.Array, x: DatumInputs, settings: LossSettings) -> jax.Arra
     return -(logp_EM * x.advantages_EM - 0.5 * settings.beta * d_EM * d_EM)
 
 
-# Per place, times its weight, with q the policy that drew the target:
+# Loss per place, before its weight; q is the policy that drew the target:
 #   cross_entropy         −log p
 #   importance_sampling   −ρ·A, ρ = p / q
 #   ppo                   −min(ρ·A, clip(ρ, low, high)·A)                 arXiv 1707.06347
 #   cispo                 −clip(ρ, low, high)·A·log p, ρ a constant       arXiv 2506.13585
 #   dro                   −(A·log p − β/2 · (log ρ)²)                     arXiv 2405.19107
 #   gspo                  −min(s·A, clip(s, low, high)·A)                 arXiv 2507.18071, 4.3
-# The value of s is the exponential of the mean log ρ of a datum's places with a weight, its
-# gradient the one of log p.
+# The value of s is the exponential of the mean log ρ over the weighted places of a datum; log s has
+# the gradient of log p.
 #
 # Sources of the defaults: ppo and cispo (no lower bound, as in its paper), Tinker's tutorial 202,
 # "Loss Functions"; dro, the example there; gspo, its paper, section 5.1.
@@ -122,7 +122,7 @@ LOSSES: Mapping[str, Loss] = {
 
 
 def complete(loss: str, settings: LossSettings | None) -> LossSettings:
-    """Return a loss's settings, with its defaults for the others. Raises ValueError."""
+    """Return the settings of a loss, completed with its defaults. Raises ValueError."""
     if loss not in LOSSES:
         raise ValueError(f"expected a loss of {', '.join(LOSSES)}, got {loss!r}")
     defaults = vars(LOSSES[loss].defaults)
@@ -137,7 +137,7 @@ def complete(loss: str, settings: LossSettings | None) -> LossSettings:
 
 
 def check_inputs(loss: str, data: Sequence[Datum]) -> None:
-    """Raise ValueError for data without the inputs of a loss, or with bounds that it ignores."""
+    """Raise ValueError for data without an input of the loss, or with bounds that it ignores."""
     for i, datum in enumerate(data):
         for name in ("logprobs", "advantages") if LOSSES[loss].has_ratio else ():
             if getattr(datum, name) is None:
@@ -180,7 +180,7 @@ NETWORKS = {
 def target_logprobs(
     params: Params, data: Sequence[Datum], drawn: DrawnResponses, shape: Shape, recipe: TrainSpec
 ) -> list[np.ndarray]:
-    """Return the log-probs of each datum's targets, float32 [T]; ValueError if they are NaN."""
+    """Return the log-probs of the targets, float32 [T] per datum. Raises ValueError for NaN."""
 
     def run(batch: MicroBatch) -> jax.Array:
         return logprobs.token_logprobs(params, batch, recipe=recipe)[0]
@@ -193,7 +193,7 @@ def target_logprobs(
 
 
 def check_numbers(logprobs: Sequence[np.ndarray]) -> None:
-    """Raise ValueError, naming the data, if log-probs are NaN: their logits are not finite."""
+    """Raise ValueError that names the data with NaN log-probs: their logits are not finite."""
     if bad := [i for i, logprobs_T in enumerate(logprobs) if np.isnan(logprobs_T).any()]:
         raise ValueError(
             f"the log-probs of data {bad[:8]} are not finite; fix: look at the weights (a lower "
@@ -211,7 +211,7 @@ def evaluate(
     loss: str,
     recipe: TrainSpec,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the log-probs [E, M] and the losses [E] of a micro-batch's data."""
+    """Return the log-probs [E, M] and the losses [E] of the data of a micro-batch."""
     _, (_, _, outputs) = _loss(LOSSES[loss].per_place, trained, base, batch, settings, recipe)
     return replicated(outputs)
 
@@ -219,7 +219,7 @@ def evaluate(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adam:
-    """AdamW of one step, after clipping by the global norm (default: not at all)."""
+    """Settings of one AdamW step, after clipping by the global norm (off by default)."""
 
     learning_rate: Any = 1e-4
     b1: Any = 0.9
@@ -229,7 +229,7 @@ class Adam:
     max_grad_norm: Any = math.inf
 
     def check(self) -> None:
-        """Raise ValueError for settings that float32 does not hold."""
+        """Raise ValueError for settings that are out of range in float32."""
         norm = self.max_grad_norm
         require(self, **adam_rules(self), max_grad_norm=(norm >= MIN_EPS, "positive, or inf"))
 
@@ -240,8 +240,8 @@ def apply(
 ) -> tuple[TrainState, jax.Array, jax.Array]:
     """Take an optimizer step unless the norm or the new weights are not finite.
 
-    Returns the state, the norm, and whether the new weights are finite. `gradients` are sums after
-    `gradient_accumulation.join`.
+    Returns the state, the norm, and whether the new weights are finite. `gradients` are the sums
+    after `gradient_accumulation.join`.
     """
     gradients = whole(gradients)
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradients)))

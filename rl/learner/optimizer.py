@@ -1,4 +1,4 @@
-"""AdamW with a schedule and clipping, and the state that training carries."""
+"""AdamW with a schedule and clipping, and the training state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from reprise.rl.learner.config import OptimizerConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CriticState:
-    """A critic's float32 weights (`rl.learner.critic.Critic`), and optax's state for them."""
+    """The float32 weights of a critic (`rl.learner.critic.Critic`), and their optax state."""
 
     params: Any
     opt_state: Any
@@ -29,7 +29,7 @@ class CriticState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Optimizer steps taken (int32), float32 master parameters, optax's state, and a critic."""
+    """Optimizer steps taken (int32), float32 master parameters, optax state, and a critic."""
 
     step: jax.Array
     params: Params
@@ -40,14 +40,14 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SavedArrays:
-    """The arrays of a checkpoint; field names are paths on the disk."""
+    """The arrays of a checkpoint; field names are paths on disk."""
 
     step: jax.Array
     params: Params
     opt_state: Any
     critic: CriticState | None = None
-    behind: Params | None = None  # stale weights that answer the next step, if rollouts run ahead
-    drafter: Any = None  # the training state of a learned one
+    behind: Params | None = None  # stale weights that generate the next step, if rollouts run ahead
+    drafter: Any = None  # the training state of a learned drafter
 
     OPTIONAL: ClassVar = (".critic", ".behind", ".drafter")  # not needed to resume
     OF_TRAINING: ClassVar = (".opt_state", ".critic", ".behind")  # needed only to resume
@@ -62,9 +62,9 @@ class SavedArrays:
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int, step: jax.Array) -> jax.Array:
-    """peak · min(1, (step + 1) / warm-up) · decay(x), x the share of the rest that is done.
+    """Return peak · min(1, (step + 1) / warm-up) · decay(x); x is the share done after the warm-up.
 
-    decay: 1, 1 − x, or (1 + cos πx) / 2. The first step's rate is above 0.
+    decay: 1, 1 − x, or (1 + cos πx) / 2. The rate of the first step is above 0.
     """
     warmup = config.warmup_steps
     rise = jnp.minimum(1.0, (step + 1) / warmup) if warmup else 1.0
@@ -91,7 +91,7 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
-    """Return the state before the first step, in float32; a float32 tree is taken over."""
+    """Return the float32 state before the first step; a float32 tree is used as the weights."""
     params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     return settle(TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params)))
 
@@ -103,7 +103,7 @@ def state_shapes(specs: Any, optimizer: optax.GradientTransformation) -> TrainSt
 
 
 def trained_shapes(specs: Any, optimizer: optax.GradientTransformation) -> tuple[Any, Any]:
-    """Return the shapes of float32 weights, and of optax's state for them."""
+    """Return the shapes of float32 weights, and of their optax state."""
     params = sharding.shapes(specs, jnp.float32)
     alike = jax.tree.structure(params)
 

@@ -16,7 +16,7 @@ from reprise.rl.learner.algorithms import Algorithm, Correction
 def sequence_ratio(
     logprobs_BT: jax.Array, old_logprobs_BT: jax.Array, mask_BT: jax.Array
 ) -> jax.Array:
-    """exp(Σ mask·(logp − old) / Σ mask) of each row, at all its positions; [B, T]."""
+    """Return exp(Σ mask·(logp − old) / Σ mask) of each row, at all its positions; [B, T]."""
     d_BT = jnp.where(mask_BT, logprobs_BT - old_logprobs_BT, 0.0)
     tokens_B1 = jnp.maximum(jnp.sum(mask_BT, axis=1, keepdims=True), 1)
     ratio_B1 = jnp.exp(jnp.sum(d_BT, axis=1, keepdims=True) / tokens_B1)
@@ -26,7 +26,7 @@ def sequence_ratio(
 def clipped_value_loss(
     values_BT: jax.Array, old_values_BT: jax.Array, returns_BT: jax.Array, clip: float
 ) -> tuple[jax.Array, jax.Array]:
-    """½·max((v − R)², (clip(v, old − c, old + c) − R)²), and a mask of the clipped tokens; [B, T].
+    """Return ½·max((v − R)², (clip(v, old − c, old + c) − R)²), and the clipped tokens; [B, T].
 
     Source: openai/baselines, by "The 37 Implementation Details of PPO", detail 9.
     """
@@ -42,13 +42,13 @@ def policy_loss(
     advantages_BT: jax.Array,
     mask_BT: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The loss of each token by the algorithm's name for it, and the ratio that it clips.
+    """Return the loss of each token by `Algorithm.policy_loss`, and the ratio that it clips.
 
     clipped            −min(ρ·A, clip(ρ, 1 − low, 1 + high)·A), ρ = exp(logp − old)
     sequence_clipped   the same with s = exp(mean over t of (logp − old)) at each token
-    reinforce          −A·logp, whose sum over a sequence is −A·log p(sequence)
+    reinforce          −A·logp; its sum over a sequence is −A·log p(sequence)
 
-    [B, T] twice. Sources: PPO, arXiv 1707.06347, two bounds: DAPO, 2503.14476; GSPO, 2507.18071,
+    Both are [B, T]. Sources: PPO, arXiv 1707.06347, two bounds: DAPO, 2503.14476; GSPO, 2507.18071,
     equations 5 to 7; RLOO, 2402.14740.
     """
     ratio_BT = jnp.exp(logprobs_BT - old_logprobs_BT)
@@ -63,10 +63,11 @@ def policy_loss(
 def importance_weights(
     correction: Correction, trainer_BT: jax.Array, emission_BT: jax.Array, mask_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Weights of w = p_trainer / p_emission, and a mask of those cut (bool); constants, [B, T].
+    """Return weights from w = p_trainer / p_emission, and a bool mask of cut weights; [B, T].
 
-    log w = trainer − emission per token; a sequence's is its sum over the mask. tis: min(w, high),
-    cut if w > high. mask: 1 for low ≤ w ≤ high, else 0 and cut. Source: verl, "Rollout Correction".
+    Both are constants. log w = trainer − emission per token; for a sequence it is the sum over the
+    mask. tis: min(w, high), cut if w > high. mask: 1 for low ≤ w ≤ high, else 0 and cut. Source:
+    verl, "Rollout Correction".
     """
     log_BT = jnp.where(mask_BT, trainer_BT - emission_BT, 0.0)
     if correction.level == "sequence":

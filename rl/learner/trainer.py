@@ -1,7 +1,7 @@
 """Optimizer steps on one batch of trajectories: log-probs, accumulate, check, apply.
 
 Invariants: an update that is not finite is never applied; micro-batches add up to the full batch;
-after `first_run` nothing compiles. The caller sets a mesh (`jax.set_mesh`).
+nothing compiles after `first_run`. The caller sets a mesh (`jax.set_mesh`).
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from reprise.rl.records.trajectory import Trajectory
 from reprise.rl.runtime.devices import in_turn
 from reprise.spec.config import SamplingConfig
 
-OnPass = Callable[[bool], None]  # whether nothing of the batch is applied yet
+OnPass = Callable[[bool], None]  # argument: whether no update of the batch is applied yet
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Learner:
     """The settings that all updates of a run share; `seed` orders their minibatches.
 
-    `sampling` is for responses without one; `reference` is the policy of the KL term. `base` has
-    the frozen weights of a policy whose adapter alone is trained.
+    `sampling` applies to responses without a sampling; `reference` is the policy of the KL term.
+    `base` holds the frozen weights of a policy that trains only an adapter.
     """
 
     recipe: TrainSpec
@@ -66,7 +66,7 @@ class Learner:
     base: Params | None = None
 
     def policy(self, trained: Params, dtype: Any = None) -> Params:
-        """Return the policy of these trained weights; `dtype` rounds an adapter."""
+        """Return the policy with these trained weights; an adapter is rounded to `dtype`."""
         if self.base is not None and dtype is not None:
             trained = cast_params(trained, dtype)
         return policy_of(trained, self.base, self.recipe)
@@ -78,7 +78,7 @@ def policy_of(trained: Params, base: Params | None, recipe: TrainSpec) -> Params
 
 
 def _frozen(network: Network, base: Params | None) -> Params | None:
-    """Return the frozen weights that a network's trained ones adapt."""
+    """Return the frozen weights that the trained weights of a network adapt."""
     return base if network is POLICY else None
 
 
@@ -110,14 +110,14 @@ def _cast(params: Params, *, dtype: Any) -> Params:
 
 
 def cast_params(params: Params, dtype: Any) -> Params:
-    """Return a copy in `dtype` for rollouts, or the same tree if all of it has that dtype."""
+    """Return a copy in `dtype` for rollouts, or the same tree if all its arrays have that dtype."""
     if all(p.dtype == dtype for p in jax.tree.leaves(params)):
         return params
     return _cast(params, dtype=jnp.dtype(dtype))
 
 
 def cast_call(params: Params, dtype: Any) -> Call:
-    """Return the call that `cast_params` makes of parameters of another dtype."""
+    """Return the call that `cast_params` makes for parameters of another dtype."""
     return Call(_cast, (params,), {"dtype": jnp.dtype(dtype)})
 
 
@@ -135,14 +135,17 @@ def batch_shape(recipe: TrainSpec, max_tokens: int) -> Shape:
 def lowered(
     state: TrainState, shape: Shape, *, recipe: TrainSpec, base: Params | None = None
 ) -> list[Any]:
-    """Return every step, lowered for the caller to compile; the largest come first."""
+    """Return all steps, lowered for the caller to compile, the largest first."""
     return [call.lower() for call in calls(state, shape, recipe=recipe, base=base)]
 
 
 def calls(
     state: TrainState, shape: Shape, *, recipe: TrainSpec, base: Params | None = None
 ) -> list[Call]:
-    """Return each step's call on an empty batch, the largest first; the state may be of shapes."""
+    """Return the calls of all steps on an empty batch, the largest first.
+
+    The arrays of the state may be shapes.
+    """
     plain, batch, scalars, step = _nothing(state, shape, placed_shapes)
     every = []
     for network, trained in _networks(state):
@@ -165,7 +168,7 @@ def first_run(
         in_turn(logprobs.token_logprobs(params, plain, recipe=recipe))
     if state.critic:
         in_turn(critic.token_values(state.critic.params, plain, recipe=recipe))
-    unchanged = [  # the policy last: its step is read by the others, and then donated
+    unchanged = [  # the policy last: the critic reads its step before it is donated
         gradient_accumulation.run_once(
             *(trained, batch, scalars, step, _frozen(network, base)),
             network=network,
@@ -182,7 +185,7 @@ def _scored(
     recipe: TrainSpec,
     cast: Callable[[Params, Any], Params],
 ) -> list[Any]:
-    """Return the policies that score samples: before the updates, and the reference."""
+    """Return the policies that score samples: the policy before the updates, and the reference."""
     policies = list[Any]()
     if recipe.recomputes_old:
         policies.append(policy_of(trained, base, recipe))
@@ -193,7 +196,7 @@ def _scored(
 
 
 def shapes_in(params: Params, dtype: Any) -> Params:
-    """Return the shapes of `cast_params`."""
+    """Return the shapes of the result of `cast_params`."""
 
     def one(p: Any) -> jax.ShapeDtypeStruct:
         where = p.sharding if isinstance(p.sharding, NamedSharding) else None
@@ -205,7 +208,7 @@ def shapes_in(params: Params, dtype: Any) -> Params:
 def _nothing(
     state: TrainState, shape: Shape, place: Callable[[Any], Any] = place
 ) -> tuple[MicroBatch, MicroBatch, StepScalars, Any]:
-    """Return an empty batch for scoring, another for updates, and the other arguments of steps."""
+    """Return an empty batch for scoring, another for updates, and the other step arguments."""
     scalars = StepScalars(np.float32(1), np.float32(1), np.bool_(True))
     plain = place(micro_batches.empty(shape))
     batch = place(micro_batches.empty(shape, with_critic=True)) if state.critic else plain
@@ -219,7 +222,7 @@ def _networks(state: TrainState) -> list[tuple[Network, Any]]:
 
 
 def _joined(states: Sequence[Any]) -> TrainState:
-    """The inverse of `_networks`, of the states alone."""
+    """Join the states of all networks: the inverse of `_networks`."""
     policy, *others = states
     return dataclasses.replace(policy, critic=others[0] if others else None)
 
@@ -242,14 +245,15 @@ def update(
     on_pass: OnPass = lambda may_leave: None,
     on_skip: Callable[[NonFiniteUpdate], None] = lambda error: None,
 ) -> tuple[TrainState, dict[str, float]]:
-    """Make all inner updates of one batch of trajectories; one fetch an optimizer step.
+    """Run all inner updates on one batch of trajectories, with one fetch per optimizer step.
 
-    `state` is donated. `step` (the training step) and the learner's seed order the minibatches.
-    Metrics have TRL's names: means over tokens and optimizer steps, `lr` the last. Samples without
-    a gradient (advantage 0, no KL) count in the loss's divisor, but no pass is spent on them:
-    ratios and `batch/entropy` are of the others. If no sample has one the optimizer makes no step.
-    `on_pass` is called after passes, with whether nothing is applied yet: an error that it raises
-    then leaves `state` whole. With a critic, `advantages` are not used.
+    `state` is donated. `step` (the training step) and `Learner.seed` order the minibatches. Metrics
+    have TRL's names: means over tokens and optimizer steps, with `lr` of the last step. Samples
+    without a gradient (advantage 0, no KL) count in the divisor of the loss, but no pass is spent
+    on them: ratios and `batch/entropy` are means over the other samples. If no sample has a
+    gradient, the optimizer takes no step. `on_pass` is called after passes, with whether nothing is
+    applied yet: if so, an error that it raises leaves `state` intact. With a critic, `advantages`
+    are not used.
 
     Raises NonFiniteUpdate before such an update is applied, or calls `on_skip`
     (`Trainer.on_nonfinite`). Raises ValueError if a sample does not fit the shape, or a reference
@@ -291,9 +295,9 @@ def update(
 
 
 def _entropy(trajectories: Sequence[Trajectory]) -> float:
-    """Return the mean of −log p over all tokens drawn: the mean entropy, without a bias.
+    """Return the mean of −log p over all drawn tokens: an unbiased estimate of the mean entropy.
 
-    The exact one would take a pass over responses without a gradient.
+    The exact entropy would take a pass over responses without a gradient.
     """
     total = sum(t.logprobs.sum(dtype=np.float64) for t in trajectories)
     return -float(total) / max(sum(t.num_tokens for t in trajectories), 1)
@@ -302,7 +306,7 @@ def _entropy(trajectories: Sequence[Trajectory]) -> float:
 def _minibatches(
     samples: Sequence[TrainSample], step: int, learner: Learner
 ) -> Iterator[list[TrainSample]]:
-    """The samples of each optimizer step of a batch, in order."""
+    """Yield the samples of each optimizer step of a batch, in order."""
     trainer, group_ids = learner.recipe.trainer, [s.trajectory.group_id for s in samples]
     for epoch in range(trainer.inner_updates):
         seed = (learner.seed, step, epoch)
@@ -313,7 +317,7 @@ def _minibatches(
 def _with_critic_targets(
     state: TrainState, samples: list[TrainSample], learner: Learner, on_pass: Callable[[], None]
 ) -> tuple[list[TrainSample], dict[str, float]]:
-    """Return samples with the critic's targets, if the algorithm has one, and its metrics."""
+    """Return samples with targets of the critic, if the algorithm has a critic, and its metrics."""
     algorithm = learner.recipe.algorithm
     if not algorithm.resolved.needs_critic:
         return samples, {}
@@ -358,7 +362,7 @@ def token_kl(
     learner: Learner,
     on_pass: Callable[[], None] = logprobs.unwatched,
 ) -> list[np.ndarray]:
-    """Return log π − log π_ref of each response's tokens, π as the engine drew them; float32."""
+    """Return log π − log π_ref of all response tokens, with π as in the rollout; float32."""
     samples = [TrainSample(t, 0.0, t.sampling or learner.sampling) for t in trajectories]
     rest = learner.shape, learner.recipe, on_pass
     reference = logprobs.sample_logprobs(_reference(learner), samples, *rest)
@@ -376,10 +380,10 @@ def _reference(learner: Learner) -> Params:
 
 @dataclasses.dataclass(frozen=True)
 class _StepInputs:
-    """One optimizer step: its samples' packed micro-batches, and the scalars of its losses.
+    """One optimizer step: the packed micro-batches of its samples, and the scalars of its losses.
 
-    `num_tokens` are of all its responses, also of the ones that are left out because they have no
-    gradient. Without `moves` no sample has one, and nothing is applied.
+    `num_tokens` counts the tokens of all its responses, including responses that are left out
+    because they have no gradient. Without `moves` no sample has a gradient, and nothing is applied.
     """
 
     samples: Sequence[TrainSample]
@@ -393,7 +397,7 @@ class _StepInputs:
     def of(
         cls, samples: list[TrainSample], learner: Learner, where: str, *, unmoved: bool
     ) -> _StepInputs:
-        """Pack the samples that have a gradient; all count in the normaliser."""
+        """Pack the samples that have a gradient; all samples count in the normaliser."""
         algorithm = learner.recipe.algorithm
         num_tokens = sum(s.trajectory.num_tokens for s in samples)
         aggregation = algorithm.resolved.aggregation
@@ -411,7 +415,10 @@ class _StepInputs:
 def _optimizer_step(
     state: TrainState, inputs: _StepInputs, learner: Learner, on_pass: Callable[[], None]
 ) -> tuple[TrainState, list[Report]]:
-    """Accumulate, fetch once, check all networks, apply; return the state, a report a network."""
+    """Accumulate, fetch once, check all networks and apply.
+
+    Returns the state and a report per network; without an update, only the report of the policy.
+    """
     recipe, networks = learner.recipe, _networks(state)
     totals = [start(network=network, recipe=recipe) for network, _ in networks]
     health: list[list[Health]] = [[] for _ in networks]
@@ -447,7 +454,7 @@ def _metrics(
     counts: dict[str, float],
     critic_metrics: dict[str, float],
 ) -> dict[str, float]:
-    """One set of metrics from all optimizer steps; the mismatch from the first, the unmoved one."""
+    """Return the metrics of all optimizer steps; mismatch metrics are of the first step only."""
     reports = [reports_N[0] for _, reports_N in steps]
     num_tokens = sum(inputs.num_tokens for inputs, _ in steps)
     metrics = losses.metrics_of(gradient_accumulation.summed(reports), num_tokens)

@@ -1,6 +1,6 @@
 """Diversity of a batch of responses: Distinct-1 and Self-BLEU, on token ids.
 
-Both look at the first `MAX_TOKENS` of a response.
+Both use the first `MAX_TOKENS` tokens of a response.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FLOOR = 0.1  # instead of 0 matches (smoothing 1 of Chen and Cherry, 2014)
 
 
 def distinct_1(responses: Sequence[np.ndarray]) -> float:
-    """Return different tokens over all tokens of the batch. Source: Li et al., arXiv 1510.03055."""
+    """Return distinct tokens over all tokens of the batch. Source: Li et al., arXiv 1510.03055."""
     tokens = np.concatenate([r[:MAX_TOKENS] for r in responses])
     return len(np.unique(tokens)) / max(len(tokens), 1)
 
@@ -24,12 +24,12 @@ def distinct_1(responses: Sequence[np.ndarray]) -> float:
 def self_bleu(responses: Sequence[np.ndarray], group_ids: Sequence[int]) -> float:
     """Return the mean BLEU-4 of responses against their siblings; 1 if all siblings are equal.
 
-    BLEU = min(1, e^(1 − r/c)) · exp(mean over n of log p_n): p_n is the share of the response's
-    n-grams that a sibling has too (each counted at most as often as in any one sibling), c the
-    response's length and r the sibling length closest to it. Orders longer than a response are left
-    out, and so are responses without siblings; nan if no response has any. N-grams are compared by
-    hashes of 64 bits, less those that number a group's responses: a group of 16 has a wrong match
-    with a probability of 1e-10.
+    BLEU = min(1, e^(1 − r/c)) · exp(mean over n of log p_n), where p_n is the share of n-grams of
+    the response that a sibling has too (each counted at most as often as in any one sibling), c is
+    the length of the response, and r is the closest sibling length. Orders longer than a response
+    and responses without siblings are left out; the result is nan if no response has siblings.
+    N-grams are compared by hashes of 64 bits, minus the bits that number the responses of a group.
+    A group of 16 has a wrong match with a probability of 1e-10.
     Source: Zhu et al., arXiv 1802.01886.
     """
     groups: dict[int, list[np.ndarray]] = {}
@@ -51,7 +51,7 @@ def _group_bleu(group: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _matches(group: Sequence[np.ndarray], lengths_R: np.ndarray) -> np.ndarray:
-    """Return by order and response the n-grams that a sibling has too; float64 [ORDER, R]."""
+    """Return, by order and response, the n-grams that a sibling has too; float64 [ORDER, R]."""
     responses_T = np.repeat(np.arange(len(group), dtype=np.uint64), lengths_R)
     tokens_T = np.concatenate(group).astype(np.uint64)
     bits = np.uint64((len(group) - 1).bit_length())
@@ -76,10 +76,10 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 
 def _clipped_counts(keys: np.ndarray, bits: np.uint64, num_responses: int) -> np.ndarray:
-    """Return each response's sum of counts, each at most the highest of a sibling's; float64 [R].
+    """Return the sum of n-gram counts, each at most the highest sibling count; float64 [R].
 
     A key is the hash of an n-gram above the `bits` that number its response. Keys are sorted, so
-    that the responses of an n-gram stand side by side.
+    that the responses of an n-gram are adjacent.
     """
     if not len(keys):
         return np.zeros(num_responses)
@@ -98,7 +98,7 @@ def _clipped_counts(keys: np.ndarray, bits: np.uint64, num_responses: int) -> np
 
 
 def _run_starts(values: np.ndarray) -> np.ndarray:
-    """Return the places where sorted values change, the first one included."""
+    """Return the indices where sorted values change, including index 0."""
     changes = np.empty(len(values), bool)
     changes[0] = True
     np.not_equal(values[1:], values[:-1], out=changes[1:])
@@ -106,7 +106,7 @@ def _run_starts(values: np.ndarray) -> np.ndarray:
 
 
 def _closest_lengths(lengths_R: np.ndarray) -> np.ndarray:
-    """Return for each response the length of the sibling that is closest, the shorter of two."""
+    """Return the closest sibling length of each response; ties go to the shorter sibling."""
     order = np.argsort(lengths_R)
     gaps = np.diff(lengths_R[order])
     before, after = np.r_[2 * MAX_TOKENS, gaps], np.r_[gaps, 2 * MAX_TOKENS]

@@ -1,8 +1,8 @@
 """Figures of an evaluation, with 95% intervals: mean reward, pass@k, length.
 
-Every figure is a mean over questions of one value each, since responses to one question are not
-independent. If all values are 0 or 1 (greedy accuracy) the interval is Wilson's, otherwise a
-bootstrap over the questions.
+Every figure is a mean of one value per question, since responses to one question are not
+independent. If all values are 0 or 1 (greedy accuracy), the interval is a Wilson score interval,
+otherwise a bootstrap over the questions.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-Z_95 = 1.959963984540054  # of the normal distribution: 95% are within
+Z_95 = 1.959963984540054  # standard deviations that enclose 95% of a normal distribution
 RESAMPLES = 1000
 _SEED = 20211  # of the resamples
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalResponse:
-    """The figures of one response; `prompt` numbers its question within the set."""
+    """The figures of one response; `prompt` is the index of the question in the set."""
 
     prompt: int
     reward: float | None
@@ -40,9 +40,10 @@ class Interval:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """1 − C(n−c, k) / C(n, k): the probability that k of n responses hold one of c correct ones.
+    """Return 1 − C(n−c, k) / C(n, k): the probability that k of n responses include a correct one.
 
-    Raises ValueError unless 0 ≤ c ≤ n and 1 ≤ k ≤ n. Source: arXiv 2107.03374, section 2.1.
+    Here c of the n responses are correct. Raises ValueError unless 0 ≤ c ≤ n and 1 ≤ k ≤ n.
+    Source: arXiv 2107.03374, section 2.1.
     """
     if not 0 <= num_correct <= num_samples or not 1 <= k <= num_samples:
         raise ValueError(
@@ -53,7 +54,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Return the mean of one value a question, and its 95% interval."""
+    """Return the mean of one value per question, and its 95% interval."""
     values_Q = np.asarray(values, np.float64)
     if np.isin(values_Q, (0.0, 1.0)).all():
         return _wilson(int(values_Q.sum()), len(values_Q))
@@ -85,7 +86,7 @@ def set_metrics(
 ) -> dict[str, float]:
     """Return the figures of one set by name, with the bounds as `…_low` and `…_high`.
 
-    A response without a reward is left out of the mean reward, which is missing if none has one.
+    Responses without a reward are left out of the mean reward, which is missing without rewards.
     """
     by_prompt: dict[int, list[EvalResponse]] = {}
     for r in responses:

@@ -1,4 +1,4 @@
-"""The summary of a run in a few lines: its time by part, and its accepted drafts."""
+"""The summary of a run in a few lines: time by part, and accepted drafts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from reprise.rl.metrics.writer import Row
 
 
 def summary_lines(rows: Sequence[Row], evals: Sequence[Row] = ()) -> list[str]:
-    """Return a line on time, and one on drafts if the run could draft.
+    """Return a line on time, and a line on drafts if the run could draft.
 
-    `rows` are of training steps, `evals` have an evaluation.
+    `rows` are rows of training steps, `evals` are rows with an evaluation.
     """
     step_s = _total(rows, "step_time")
     if not step_s:
@@ -43,7 +43,7 @@ def _drafts_line(rows: Sequence[Row], rollout_s: float) -> str:
     verb, plain_s = "saved" if saved_s >= 0 else "lost", rollout_s + saved_s
     text += f"; by measured rounds drafts {verb} about {duration(abs(saved_s))}"
     if any(name.startswith("workers/") for row in rows for name in row):
-        return f"{text}, summed over workers"  # of rollouts that overlap
+        return f"{text}, summed over workers"  # since rollouts overlap
     return text + (f", {abs(saved_s) / plain_s:.0%} of plain rollouts" if plain_s > 0 else "")
 
 
@@ -60,5 +60,5 @@ def _total(rows: Sequence[Row], name: str) -> float:
 
 
 def _number(value: Any) -> float:
-    """Return a metric as a number; 0 if it is no number, or implausibly large."""
+    """Return a metric as a number; 0 if not a number or implausibly large."""
     return float(value) if isinstance(value, (int, float)) and abs(value) < 1e15 else 0.0

@@ -1,4 +1,4 @@
-"""Metrics and sample rows of one step, under TRL's names if TRL has one."""
+"""Metrics and sample rows of one step, with the names that TRL uses if TRL has the metric."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def step_metrics(
     times: RoundTimes | None = None,
     tasks: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return lengths, rewards by function and by task, failures, diversity, the engine's counts.
+    """Return lengths, rewards by function and by task, failures, diversity and engine counts.
 
-    `tasks` are the names of the trajectories' tasks, none if there is a single task.
-    Off-policyness is the number of updates between a token's policy and the policy of `step`.
+    `tasks` has the task name of each trajectory, and is empty for a single task. Off-policyness is
+    the number of updates between the policy that drew a token and the policy of `step`.
     """
     slot_rounds = sum(slots * count for (slots, _, _), count in stats.rounds.items())
     metrics: dict[str, Any] = {
@@ -43,7 +43,7 @@ def step_metrics(
         "rollout_tokens": sum(t.num_tokens for t in trajectories),
         "rewards/failures": sum(s.failure is not None for s in scores),
     }
-    if trajectories:  # or all groups continue in the next step
+    if trajectories:  # empty if all groups continue in the next step
         metrics |= _response_metrics(trajectories, scores, step, tasks)
     if stats.parts:
         metrics |= {
@@ -93,7 +93,7 @@ def sample_rows(
     scores: Sequence[Score],
     advantages: np.ndarray | None,
 ) -> list[dict[str, Any]]:
-    """Return a row of samples.jsonl per trajectory; `advantages` is None if they are by token."""
+    """Return a row of samples.jsonl per trajectory; per-token `advantages` are passed as None."""
     known = [None] * len(trajectories) if advantages is None else advantages.tolist()
     rows = zip(trajectories, completions, scores, known, strict=True)
     return [

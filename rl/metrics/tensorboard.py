@@ -1,7 +1,7 @@
-"""TensorBoard events of a run, written in the caller's thread.
+"""TensorBoard events of a run, written in the calling thread.
 
-The `SummaryWriter` of tensorboardX has a thread that ends at the first error of the disk, with a
-traceback; its queue then fills, and blocks the run for good.
+The `SummaryWriter` of tensorboardX has a thread that exits with a traceback at the first disk
+error; its queue then fills, and blocks the run forever.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class EventFile:
-    """One file of events in a folder; with `purge_step` TensorBoard hides older ones from there on.
+    """An event file in a folder; from `purge_step` on, TensorBoard hides events of older files.
 
     Raises OSError.
     """
@@ -23,7 +23,7 @@ class EventFile:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import SessionLog
 
-        # without the suffix two writers of one second would share, and truncate, one file
+        # without the suffix, two writers in the same second would share and truncate one file
         self._file: Any = EventsWriter(str(folder / "events"), f".{uuid.uuid4().hex[:8]}")
         if purge_step is not None:
             self._add(purge_step, session_log=SessionLog(status=SessionLog.START))

@@ -1,8 +1,8 @@
-"""The Weights & Biases run of a run folder: it shows the rows of metrics.jsonl.
+"""The Weights & Biases run of a run folder, which shows the rows of metrics.jsonl.
 
-The service drops rows of steps that it has. So a run that goes back to a checkpoint has the
-service cut its W&B run there (`resume_from`); if it refuses, and offline, a new W&B run gets
-all rows that metrics.jsonl holds, and the one before keeps the undone rows.
+The service drops rows of steps that it already has. So if a run goes back to a checkpoint, the
+service truncates the W&B run there (`resume_from`). If the service refuses, or offline, a new W&B
+run gets all rows of metrics.jsonl, and the old W&B run keeps the undone rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from reprise.rl.runtime.run_files import WANDB_FOLDER, WANDB_ID_FILE
 
 
 class WandbRun:
-    """Opens the W&B run whose id is kept in the folder, or a new one, which gets `rows`.
+    """The W&B run with the id that the folder stores, or a new W&B run with `rows`.
 
     Raises ModuleNotFoundError if wandb is missing, OSError if no run can be opened.
     """
@@ -26,7 +26,7 @@ class WandbRun:
         self._folder = folder
         self._project = project
         self._wandb = package()
-        folder.folder(WANDB_FOLDER)  # wandb writes there by path: it must be no link
+        folder.folder(WANDB_FOLDER)  # must be no link, since wandb writes there by path
         if folder.exists(WANDB_ID_FILE):
             self._id = folder.read(WANDB_ID_FILE).decode().strip()
             self._run = self._open(id=self._id, resume="allow")
@@ -34,19 +34,19 @@ class WandbRun:
             self._begin(rows)
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Show a row of metrics.jsonl; values that are not finite are left out."""
+        """Log a row of metrics.jsonl; values that are not finite are left out."""
         finite = {name: x for name, x in row.items() if name != "step" and x is not None}
         self._run.log(finite, step=row["step"])
 
     def go_back(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Show these rows, the first of those that were logged, and none of the others."""
+        """Keep only `rows`, which are the first of the logged rows."""
         self._run.finish()
         if rows:
             moment = f"{self._id}?_step={rows[-1]['step']}"
             try:
                 self._run = self._open(id=self._id, resume_from=moment)
             except OSError:
-                pass  # the service does not do it for everybody, and has not all rows after a kill
+                pass  # not available to all users, and a kill may have lost rows
             else:
                 if not getattr(self._run, "offline", False):
                     return
@@ -64,13 +64,13 @@ class WandbRun:
             self.log(row)
         self._folder.replace(
             WANDB_ID_FILE, self._id
-        )  # killed before this line: the next leg opens another
+        )  # if killed before this line, the next leg opens another W&B run
 
     def _open(self, **how: str) -> Any:
         name, place = self._folder.path.name, str(self._folder.path)
         try:
             return self._wandb.init(project=self._project, name=name, dir=place, **how)
-        except Exception as error:  # of the service, the network or the login
+        except Exception as error:  # from the service, the network or the login
             raise OSError(
                 f"Metrics.wandb_project={self._project!r}: Weights & Biases opened no run "
                 f"({type(error).__name__}: {error}); fix: log in (wandb login), set "

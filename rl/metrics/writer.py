@@ -1,7 +1,7 @@
 """The records of a run: metrics.jsonl, samples.jsonl, TensorBoard, timings.
 
-Invariant: after a kill at any moment, `truncate_to_step` of the resumed step leaves the files that
-a run stopped cleanly at that step would have left, byte for byte, except for wall-clock metrics
+Invariant: after a kill at any time, `truncate_to_step` for the resumed step leaves the same files,
+byte for byte, as a run that stopped cleanly at that step, except for wall-clock metrics
 (`deterministic_view`) and workers.jsonl. So samples are written before their row, rows before the
 checkpoint (with `sync`, for a power cut), and the samples of an evaluation before its metrics.
 """
@@ -44,9 +44,9 @@ WALL_CLOCK_NAMES = {
 }
 
 EVAL_SECONDS = "eval_s"  # the metric that every evaluation has
-SHOWN = 8  # steps in one message
+SHOWN = 8  # steps listed in one message
 Row = dict[str, Any]
-MAX_FILE_BYTES = 2**29  # of rows that are held in memory at once
+MAX_FILE_BYTES = 2**29  # of a file that is read into memory
 MAX_LINE_BYTES = 2**26
 
 
@@ -66,14 +66,14 @@ class MetricsConfig:
 
 
 class DamagedRowError(ValueError):
-    """A damaged row that is not the last of its file."""
+    """A damaged row that is not the last row of its file."""
 
 
 class MetricsWriter:
-    """Appends one row per step to the files of a run folder; a context manager.
+    """A context manager that appends one row per step to the files of a run folder.
 
-    Rows are strict JSON: a value that is not finite is written as null. Each row is one unbuffered
-    write: a killed process leaves at most one torn line, the last, which is removed later.
+    Rows are strict JSON, with null for values that are not finite. Each row is one unbuffered
+    write, so a killed process leaves at most one torn last line, which is removed later.
 
     Raises ValueError for a damaged row that is not the last, TypeError for a metric that is not a
     number, LinkError for a link in place of a file, ModuleNotFoundError if wandb is missing.
@@ -92,7 +92,7 @@ class MetricsWriter:
             from reprise.rl.metrics.wandb_run import WandbRun
 
             self._wandb = WandbRun(self._folder, config.wandb_project, self._rows())
-        else:  # a W&B run without these rows is not resumed
+        else:  # never resume a W&B run without these rows
             self._folder.remove(WANDB_ID_FILE, missing_ok=True)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> Row:
@@ -103,7 +103,7 @@ class MetricsWriter:
         return row
 
     def amend(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add metrics to the last row if it is of `step`, else write a separate row."""
+        """Add metrics to the last row if it belongs to `step`, else write a separate row."""
         row = _row(step, metrics)
         self._close_files()
         content = self._folder.read(METRICS_FILE) if self._folder.exists(METRICS_FILE) else b""
@@ -116,7 +116,7 @@ class MetricsWriter:
         self._show(row)
 
     def _show(self, row: Row) -> None:
-        """Pass a row on to TensorBoard and Weights & Biases."""
+        """Send a row to TensorBoard and Weights & Biases."""
         finite = {k: v for k, v in row.items() if k != "step" and v is not None}
         if self._tensorboard is not None:
             self._tensorboard.write(row["step"], finite)
@@ -126,16 +126,16 @@ class MetricsWriter:
     def write_samples(
         self, step: int, samples: Sequence[Mapping[str, Any]], name: str = SAMPLES_FILE
     ) -> None:
-        """Write `samples_per_step` of a step's samples, evenly spread over their order."""
+        """Write `samples_per_step` samples of a step, evenly spread over their order."""
         for index in spread(len(samples), self._samples_per_step):
             row = {"step": int(step)} | _plain(samples[index]) | {"step": int(step)}
             self._append(name, row)
 
     def write_workers(self, row: WorkerStep | None) -> None:
-        """Write the workers' record of a step; drop the older half if the file gets too large."""
+        """Write the worker record of a step; drop the older half if the file gets too large."""
         if row is None:
             return
-        from reprise.rl.engine.worker_record import MAX_BYTES  # simulations read rows without it
+        from reprise.rl.engine.worker_record import MAX_BYTES  # not needed to read rows
 
         self._append(WORKERS_FILE, dataclasses.asdict(row))
         file = self._files.get(WORKERS_FILE)
@@ -145,20 +145,20 @@ class MetricsWriter:
             self._folder.replace(WORKERS_FILE, b"".join(lines[len(lines) // 2 :]))
 
     def sync(self) -> None:
-        """Flush all rows to the disk."""
+        """Flush all rows to disk."""
         for file in self._files.values():
             os.fsync(file.fileno())
 
     def truncate_to_step(self, step: int) -> None:
-        """Remove the rows of every step after `step`, as if they had never been written.
+        """Remove the rows of every step after `step`, as if never written.
 
-        An evaluation without its metrics will be repeated: its samples are removed.
+        Samples of an evaluation without metrics are removed too, since it will be repeated.
         """
         self._close_files()
         written = self._rows()
         rows = [row for row in written if row["step"] <= step]
         if self._wandb is not None and len(rows) < len(written):
-            self._wandb.go_back(rows)  # first: killed after it, it goes back once more
+            self._wandb.go_back(rows)  # first, so that a kill here only repeats this
         for name in ROW_FILES:
             _keep_rows(self._folder, name, lambda row_step: row_step <= step)
         evaluated = {row["step"] for row in rows if EVAL_SECONDS in row}
@@ -185,7 +185,7 @@ class MetricsWriter:
             self._files[name] = self._folder.append(name)
         line = _line(row)
         try:
-            while line:  # a disk takes a part if it gets full
+            while line:  # a disk that gets full accepts a part
                 line = line[self._files[name].write(line) :]
         except OSError as error:
             error.filename = str(self._folder.path / name)
@@ -206,7 +206,7 @@ class MetricsWriter:
 
 
 class RowsOnly(MetricsWriter):
-    """The writer of a process that writes no files, since another one of the run does."""
+    """A writer without files, for processes of a run while another process writes the files."""
 
     def __init__(self) -> None:
         self._files, self._tensorboard, self._wandb = {}, None, None
@@ -223,7 +223,7 @@ class RowsOnly(MetricsWriter):
 
 
 def check_installed(config: MetricsConfig) -> None:
-    """Raise ModuleNotFoundError for a package that is configured and missing."""
+    """Raise ModuleNotFoundError if a configured package is missing."""
     if config.wandb_project:
         from reprise.rl.metrics import wandb_run
 
@@ -231,9 +231,9 @@ def check_installed(config: MetricsConfig) -> None:
 
 
 def read_metrics(path: str | Path, on_torn: Callable[[str], None] = lambda text: None) -> list[Row]:
-    """Return the rows of a metrics.jsonl, or of a run folder's.
+    """Return the rows of a metrics.jsonl file, given by its path or by the run folder.
 
-    A torn last line is left out; `on_torn` is given a sentence about it.
+    A torn last line is left out, and `on_torn` is called with a message.
     """
     path = Path(path)
     path = path / METRICS_FILE if path.is_dir() else path
@@ -241,13 +241,13 @@ def read_metrics(path: str | Path, on_torn: Callable[[str], None] = lambda text:
 
 
 def step_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of training steps: an evaluation before the first one is left out."""
+    """Return the rows of training steps, without an evaluation before the first step."""
     evaluated = ("eval/", EVAL_SECONDS)
     return [r for r in rows if not all(n == "step" or n.startswith(evaluated) for n in r)]
 
 
 def lost_rows(rows: Sequence[Row], step: int) -> str:
-    """Return a sentence on the steps up to `step` that have no row: all had one when saved."""
+    """Return a message on steps up to `step` without a row; all had a row at the save."""
     lost = sorted(set(range(1, step + 1)) - {row["step"] for row in rows})
     if not lost:
         return ""
@@ -262,7 +262,7 @@ def lost_rows(rows: Sequence[Row], step: int) -> str:
 def read_samples(
     path: str | Path, name: str = SAMPLES_FILE, on_torn: Callable[[str], None] = lambda text: None
 ) -> list[Row]:
-    """Return the rows of a samples.jsonl as `read_metrics` does; [] if it is missing."""
+    """Return the rows of a samples.jsonl file like `read_metrics`; [] if the file is missing."""
     path = Path(path)
     path = path / name if path.is_dir() else path
     if not os.path.lexists(path):
@@ -280,17 +280,17 @@ def deterministic_view(row: Mapping[str, Any]) -> Row:
 
 
 def spread(total: int, wanted: int) -> list[int]:
-    """Return `wanted` indices evenly spread over range(total), or all of them for -1."""
+    """Return `wanted` indices evenly spread over range(total), or all indices for -1."""
     if wanted < 0 or wanted >= total:
         return list(range(total))
     return [index * total // wanted for index in range(wanted)]
 
 
 class Timings:
-    """Measures the seconds spent in named parts of a step, by the given clock.
+    """A timer for the seconds spent in named parts of a step, by the given clock.
 
-    `with timings.section("rollout"): ...` adds to `time/rollout`, also if it raises. `on_start` is
-    called with the name of each part. The seconds of `before`, if given, count in it.
+    `with timings.section("rollout"): ...` adds to `time/rollout`, also if the body raises.
+    `on_start` is called with the name of each part. The seconds of `before`, if given, are added.
     """
 
     def __init__(
@@ -328,7 +328,7 @@ class Timings:
 def _rows(
     path: Path, content: bytes, on_torn: Callable[[str], None] = lambda text: None
 ) -> Iterator[tuple[bytes, Row]]:
-    """Yield each line of a file's content with its row; a torn last line is left out."""
+    """Yield each line of the content with its row; a torn last line is left out."""
     lines = iter(partial(io.BytesIO(content).readline, MAX_LINE_BYTES), b"")
     for number, line in enumerate(lines, start=1):
         try:
@@ -349,12 +349,12 @@ def _rows(
 
 
 def _keep_rows(folder: Folder, name: str, wanted: Callable[[int], bool]) -> None:
-    """Rewrite a file to the rows of wanted steps, whole lines only, in one atomic step."""
+    """Rewrite a file atomically with only the rows of wanted steps, as whole lines."""
     if not folder.exists(name):
         return
     content = folder.read(name)
     rows = _rows(folder.path / name, content)
-    # A whole last row may lack its newline: one more row must not be glued to it.
+    # A whole last row may lack its newline, and the next row must not be glued to it.
     rest = b"".join(line.removesuffix(b"\n") + b"\n" for line, row in rows if wanted(row["step"]))
     if rest != content:
         folder.replace(name, rest)
@@ -370,7 +370,7 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 
 def _number(name: str, value: Any) -> int | float | None:
-    """Return a Python, numpy or jax scalar as a Python number; None for one that is not finite."""
+    """Return a Python, numpy or jax scalar as a Python number; None if not finite."""
     if hasattr(value, "item") and getattr(value, "size", 1) == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, (int, float)):

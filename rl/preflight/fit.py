@@ -1,12 +1,12 @@
-"""The memory that a run needs of a device, from its programs as compiled for the target.
+"""The memory that a run needs per device, from its programs compiled for the target.
 
     program = arguments + outputs − aliases + temporaries
-    peak    = arrays that stay + max over programs of (program − its arguments that stay)
+    peak    = resident arrays + max over programs of (program − its resident arguments)
 
-An evaluation on training devices, while workers generate, takes turns with the programs there.
+An evaluation on training devices, while workers generate, alternates with training programs.
 
 A deep model may be compiled at two depths a < b instead, since figures are linear in the number of
-layers L (up to XLA's order of a program if memory is short):
+layers L (except that XLA may reorder a program if memory is short):
 
     figure(L) = figure(a) + (figure(b) − figure(a)) · (L − a) / (b − a)
 """
@@ -31,8 +31,8 @@ from reprise.rl.preflight.targets import Target
 from reprise.rl.settings.config import TrainConfig
 
 OnCompiled = Callable[[str, int, int], None]  # (programs, number compiled, number to compile)
-SAY_S = 60.0  # between two calls of it
-DEPTHS = (2, 4)  # layers of the models that are compiled in place of a deep one
+SAY_S = 60.0  # between calls of `OnCompiled` without progress
+DEPTHS = (2, 4)  # layers of the models that are compiled in place of a deep model
 DEPTHS_OF_THREE = (8, 10)  # if a drafter reads three layers
 BOTH = f"{TRAINING} and {ROLLOUTS}"
 _NEEDED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?)")
@@ -41,9 +41,9 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """The compiler's figures of one program on one device.
+    """The compiler figures for one program on one device.
 
-    `refused`: the program needs more memory than a device has, and only `needed_bytes` is known.
+    If `refused`, the program needs more memory than a device has, and only `needed_bytes` is known.
     """
 
     argument_bytes: int = 0
@@ -59,7 +59,7 @@ class Figures:
 
 
 def compiled_figures(program: RunProgram, target: Target) -> Figures:
-    """Compile a program for the target; if it is too large, return the size in the error."""
+    """Compile a program for the target; if it is too large, use the size in the error."""
     try:
         compiled = program.lower().compile(compiler_options=target.kind.compiler_options)
     except Exception as error:
@@ -69,7 +69,7 @@ def compiled_figures(program: RunProgram, target: Target) -> Figures:
         needed_bytes = int(float(used[1]) * _UNITS[used[2]])
         return Figures(temporary_bytes=needed_bytes, refused=text.partition("\n")[0][:300])
     memory, costs = compiled.memory_analysis(), dict[str, float]()
-    with contextlib.suppress(NotImplementedError, RuntimeError):  # of GPUs
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # for GPUs
         costs = compiled.cost_analysis() or {}
     seconds = costs.get("optimal_seconds", 0.0)
     return Figures(
@@ -82,7 +82,7 @@ def compiled_figures(program: RunProgram, target: Target) -> Figures:
 
 
 def extrapolated(few: Figures, more: Figures, depths: Sequence[int], layers: int) -> Figures:
-    """Return the figures of a program of so many layers from two smaller depths."""
+    """Return the figures of a program with `layers` layers, from two smaller depths."""
     ratio = (layers - depths[0]) / (depths[1] - depths[0])
     sizes = {
         name: max(0, round(size + (getattr(more, name) - size) * ratio))
@@ -104,15 +104,15 @@ class Measured:
 
     @property
     def extra_bytes(self) -> int:
-        """The bytes of a device that it needs in addition to the arrays that stay there."""
+        """The bytes per device that the program needs in addition to resident arrays."""
         return self.figures.needed_bytes - self.program.held_bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fit:
-    """The memory that a configuration needs of one device of a target.
+    """The memory that a configuration needs on one device of a target.
 
-    `depths` are the compiled ones, None for the whole model.
+    `depths` are the compiled numbers of layers, None for the whole model.
     """
 
     target: Target
@@ -126,7 +126,7 @@ class Fit:
 
     @cached_property
     def groups(self) -> dict[str, tuple[int, Measured]]:
-        """By users of the same devices: the bytes that stay, and the program with most extra."""
+        """For parts that share devices: resident bytes, and the program with most extra bytes."""
         parts = {TRAINING: [TRAINING], ROLLOUTS: [ROLLOUTS]} if self.is_disjoint else None
         groups = {}
         for name, members in (parts or {BOTH: [TRAINING, ROLLOUTS]}).items():
@@ -137,7 +137,7 @@ class Fit:
 
     @property
     def peak(self) -> tuple[str, int, Measured]:
-        """The devices that need most: their users, the bytes, and the program at the peak."""
+        """The parts with the highest need per device, the bytes, and the program at the peak."""
         peaks = [
             (name, held_bytes + max(0, one.extra_bytes, self._evaluation_bytes(name)), one)
             for name, (held_bytes, one) in self.groups.items()
@@ -157,11 +157,11 @@ class Fit:
 
 
 class Fitting:
-    """Compiles the programs of a configuration for a target's devices.
+    """Compilation of the programs of a configuration for the devices of a target.
 
-    It compiles `all_programs` or the largest of each kind, with `all_layers` or at two smaller
-    depths. Raises ValueError if the mesh does not cover the devices, or no settings could make the
-    model fit.
+    It covers `all_programs` or the largest program of each kind, with `all_layers` or at two
+    smaller depths. Raises ValueError if the mesh does not cover the devices, or no settings could
+    make the model fit.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Fitting:
         self._on_compiled = on_compiled
 
     def fit(self, config: TrainConfig, model: ModelConfig) -> Fit:
-        """Compile, and return the memory that the run needs. No size may be "auto"."""
+        """Compile the programs, and return the memory that the run needs. No size may be "auto"."""
         run = self.programs(config, model)
         self._check_state(run)
         programs = run.all()
@@ -198,7 +198,7 @@ class Fitting:
         )
 
     def refit(self, before: Fit, config: TrainConfig, model: ModelConfig) -> Fit:
-        """Return the fit of smaller sizes: only the program at the peak is compiled again."""
+        """Return the fit for smaller sizes, recompiling only the kind of program at the peak."""
         run, peak = self.programs(config, model), before.peak[2].program
         programs = run.all()
         chosen = [i for i in largest_of_kinds(programs) if _kind(programs[i]) == _kind(peak)]
@@ -210,12 +210,12 @@ class Fitting:
         )
 
     def programs(self, config: TrainConfig, model: ModelConfig) -> RunPrograms:
-        """Return the run's programs on the target's devices; nothing is compiled yet."""
+        """Return the programs of the run on the target devices, without compiling them."""
         return RunPrograms(config, model, self._devices, is_cpu=self.target.is_cpu)
 
     def _check_state(self, run: RunPrograms) -> None:
         """Raise ValueError for a model that no settings could fit into the target."""
-        copies = 3 if run.state.critic is None else 6  # float32 weights and AdamW's two moments
+        copies = 3 if run.state.critic is None else 6  # float32 weights and two AdamW moments
         min_bytes = 4 * copies * num_params(run.model) // self.target.count
         if min_bytes > self.target.device_bytes:
             raise ValueError(
@@ -233,7 +233,7 @@ class Fitting:
         chosen: Sequence[int],
         depths: tuple[int, int] | None,
     ) -> Iterator[Measured]:
-        """Yield the chosen programs with their figures, extrapolated if they are deep."""
+        """Yield the chosen programs with their figures, extrapolated for deep programs."""
         layers_each = layers_per_input(config.trainer.remat_on(self.target.is_cpu))
         by_depth: dict[int, Sequence[RunProgram]] = {model.num_layers: programs}
         depths_of, jobs = {}, []
@@ -288,7 +288,7 @@ def _depths_of(
 ) -> tuple[int, ...]:
     """Return one or two numbers of layers to compile a program with.
 
-    A gradient that keeps every N-th layer's input is linear in N layers.
+    The figures of a gradient that keeps the input of every N-th layer are linear in N layers.
     """
     if depths is None or not program.is_deep:
         return (num_layers,)

@@ -1,7 +1,7 @@
-"""Arrays that a run keeps on its devices, in bytes of one device; no device is opened.
+"""Arrays that a run keeps on its devices, in bytes per device; no device is opened.
 
-Shapes give exact sizes. Activations, attention scores and logits come on top:
-`python -m rl.preflight` compiles the programs that need them.
+Shapes give exact sizes. Activations, attention scores and logits are extra;
+`python -m rl.preflight` compiles the programs that need this extra memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from reprise.rl.settings.config import TrainConfig, drafter_shape
 from reprise.rl.warm_up.rollout_programs import Reach
 
 TRAINING, ROLLOUTS = "training", "rollouts"
-USABLE_SHARE = 0.9  # of a device's memory: figures are extrapolated, and allocators leave gaps
+USABLE_SHARE = 0.9  # of device memory, since figures are extrapolated, and allocators leave gaps
 FIX = (
     "lower Engine.slots, Engine.pages, Sampling.max_new_tokens or Trainer.micro_batch_tokens, set "
     "Trainer.remat = 'layer' (or 'layer:4'), split weights over more devices (Mesh.fsdp, "
@@ -40,7 +40,7 @@ Parts = dict[str, dict[str, int]]  # bytes by TRAINING or ROLLOUTS, and by the n
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """The devices of a run in `processes` of equal size; a device's memory may be unknown."""
+    """The devices of a run in `processes` of equal size; `bytes_each` is None if unknown."""
 
     count: int = 1
     bytes_each: int | None = None
@@ -49,7 +49,7 @@ class Devices:
 
 
 def opened_devices(devices: Sequence[jax.Device]) -> Devices:
-    """Describe devices that jax has opened. Those of a CPU share the host's memory."""
+    """Describe devices that jax has opened. CPU devices share the host memory."""
     count, is_cpu = len(devices), devices[0].platform == "cpu"
     processes = len({device.process_index for device in devices})
     if is_cpu:
@@ -60,7 +60,7 @@ def opened_devices(devices: Sequence[jax.Device]) -> Devices:
 
 
 def unopened_devices() -> Devices:
-    """Describe the devices without opening one: as nvidia-smi lists them, else the host."""
+    """Describe the GPUs that nvidia-smi lists, or else the host, without opening a device."""
     platform = os.environ.get("JAX_PLATFORMS", "").partition(",")[0]
     if platform == "cpu":
         return Devices(bytes_each=_host_bytes())
@@ -71,7 +71,7 @@ def unopened_devices() -> Devices:
     except (OSError, ValueError, subprocess.SubprocessError):
         sizes = []
     if sizes:
-        # JAX allocates 3/4 of it by default
+        # JAX allocates 3/4 of the memory by default
         share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
         return Devices(len(sizes), int(min(sizes) * share), is_cpu=False)
     return Devices(bytes_each=None if platform else _host_bytes())
@@ -86,11 +86,12 @@ def _host_bytes() -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A run's division of its devices between training and rollouts.
+    """The division of devices between training and rollouts.
 
-    Each process trains on its first `num_training` devices. If both parts are `is_disjoint`,
-    workers run on its last `num_rollout` devices, else on all. `mesh` and `worker_mesh` (of one
-    worker) are sizes by axis; `workers_each` workers share a device.
+    Each process trains on its first `num_training` devices. If the parts are disjoint
+    (`is_disjoint`), workers run on the last `num_rollout` devices of each process, otherwise on all
+    devices. `mesh` and `worker_mesh` (of one worker) are sizes by axis; `workers_each` workers
+    share a device.
     """
 
     num_training: int
@@ -108,11 +109,11 @@ def divide(config: TrainConfig, model: ModelConfig, count: int, processes: int =
     processes = processes if cluster.kind == "spmd" else 1
     num_training = num_rollout = max(1, count // processes)
     needed = sched.workers * sched.devices_per_worker
-    on_ray = cluster.kind == "ray"  # whose workers have separate devices
+    on_ray = cluster.kind == "ray"  # Ray workers have separate devices
     is_split = needed < num_training and (on_ray or sched.beside_training)
     if is_split:
         num_training, num_rollout = num_training - needed, needed
-    is_one = processes == 1 and mesh.data * inner == 1  # which no mesh spreads over the others
+    is_one = processes == 1 and mesh.data * inner == 1  # other devices stay unused
     if mesh.data != -1 and (sched.beside_training or is_one):
         num_training = min(num_training, math.ceil(mesh.data * inner / processes))
     data = max(1, num_training * processes // inner) if mesh.data == -1 else mesh.data
@@ -140,7 +141,7 @@ def divide(config: TrainConfig, model: ModelConfig, count: int, processes: int =
 
 
 def held_arrays(config: TrainConfig, model: ModelConfig, layout: Layout, *, is_cpu: bool) -> Parts:
-    """Return the bytes of one device that arrays take between programs."""
+    """Return the bytes per device of arrays that stay between programs."""
     dtype = config.trainer.dtype_on(is_cpu)
     training = _training(config, model, _Shards(layout.mesh), dtype)
     worker, reach = _Shards(layout.worker_mesh), rollout_reach(config)
@@ -154,7 +155,7 @@ def held_arrays(config: TrainConfig, model: ModelConfig, layout: Layout, *, is_c
 def _beside_training(model: ModelConfig, mesh: _Shards, dtype: Any) -> int:
     """Return the bytes of rollout weights that training does not hold.
 
-    Rollouts read float32 master weights, and frozen ones.
+    Rollouts read float32 master weights and frozen weights directly.
     """
     return 0 if dtype == jnp.float32 else num_bytes(mesh.params(trained_specs(model), dtype))
 
@@ -168,7 +169,7 @@ def _shares_weights(config: TrainConfig, layout: Layout) -> bool:
 
 
 class _Shards:
-    """Makes the shapes of one device's shards, on a mesh of these sizes."""
+    """A factory for shard shapes of one device, on a mesh of these sizes."""
 
     def __init__(self, sizes: dict[str, int]) -> None:
         self.sizes = sizes
@@ -193,7 +194,7 @@ def _training(config: TrainConfig, model: ModelConfig, mesh: _Shards, dtype: Any
         "optimizer's state": num_bytes(jax.eval_shape(optimizer.init, params)),
     }
     base = mesh.params(param_specs(dataclasses.replace(model, lora=None)), dtype)
-    if model.lora is not None:  # it is the reference too
+    if model.lora is not None:  # also the reference policy
         held["frozen weights"] = num_bytes(base)
     elif config.algorithm.needs_reference:
         held["reference policy"] = num_bytes(base)
@@ -208,9 +209,9 @@ def _training(config: TrainConfig, model: ModelConfig, mesh: _Shards, dtype: Any
 def evaluation_bytes(
     config: TrainConfig, model: ModelConfig, layout: Layout, *, is_cpu: bool
 ) -> int:
-    """Return the bytes of a training device during an evaluation by separate workers; else 0.
+    """Return the bytes that evaluations need on a training device if workers are separate; else 0.
 
-    Training computes nothing meanwhile, and they are given back afterwards.
+    Training is idle during an evaluation, and this memory is freed afterwards.
     """
     if not (config.sched.beside_training and config.eval.num_prompts):
         return 0
@@ -241,7 +242,7 @@ def _rollouts(
     is_cpu: bool,
     drafts: bool = True,
 ) -> dict[str, int]:
-    """The arrays of one worker: weights, its largest cache, and the state of its slots."""
+    """Return the bytes of the arrays of one worker: weights, largest cache, and slot state."""
     ways = axis_ways(mesh.sizes, "batch")
     engine = config.engine.over(ways)
     max_tokens = bounds.max_prompt_tokens + config.sampling.max_any_new_tokens
@@ -287,7 +288,7 @@ def _rollouts(
 
 
 def num_bytes(tree: Any) -> int:
-    """Return the bytes of a tree's shapes on one device; host arrays count 0."""
+    """Return the bytes per device of the shapes in a tree; host arrays count 0."""
     return sum(_num_bytes(x) for x in jax.tree.leaves(tree))
 
 
@@ -301,7 +302,7 @@ def _num_bytes(x: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Arrays that a run certainly needs of one device: those it keeps, and gradients."""
+    """The minimum of arrays that a run needs per device: resident arrays and gradients."""
 
     parts: Parts
     is_disjoint: bool
@@ -314,7 +315,7 @@ class Estimate:
     def check(self, devices: Devices) -> str | None:
         """Return a warning if little memory is left for programs.
 
-        Raises ValueError if the arrays exceed a device's memory.
+        Raises ValueError if the arrays exceed the memory of a device.
         """
         limit_bytes = devices.bytes_each
         if limit_bytes is None or self.total_bytes <= USABLE_SHARE * limit_bytes:
@@ -335,7 +336,7 @@ class Estimate:
 
 
 def estimate(config: TrainConfig, model: ModelConfig, devices: Devices) -> Estimate:
-    """Return the arrays that a run needs of these devices, or of as many as its mesh has."""
+    """Return the arrays that a run needs on these devices, or on all mesh devices if more."""
     mesh, sched = config.mesh, config.sched
     ways = max(1, mesh.data) * mesh.fsdp * mesh.tensor
     if mesh.rollout_tensor != "auto":
@@ -346,6 +347,6 @@ def estimate(config: TrainConfig, model: ModelConfig, devices: Devices) -> Estim
     parts = held_arrays(config, model, layout, is_cpu=devices.is_cpu)
     gradients = parts[TRAINING]["gradients"] = parts[TRAINING]["master weights"]
     evaluation = evaluation_bytes(config, model, layout, is_cpu=devices.is_cpu)
-    if evaluation > gradients:  # they take turns
+    if evaluation > gradients:  # evaluations and gradients take turns
         parts[TRAINING]["evaluations, beyond gradients"] = evaluation - gradients
     return Estimate(parts, layout.is_disjoint)

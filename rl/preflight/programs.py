@@ -1,4 +1,4 @@
-"""The programs that a run compiles, as shapes on devices that may be anywhere."""
+"""The programs that a run compiles, as shapes on devices that need not be attached."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ WHOLE_TRAINING = {"accumulate", "token_logprobs", "token_values"}  # steps that 
 class RunProgram:
     """One program of a run, and a function that lowers it.
 
-    `held_bytes` of its arguments stay on a device between programs. `num_tokens` pass through the
-    whole model (0: it does not run). Programs of one `kind` differ in sizes, by `order`.
+    Arguments of `held_bytes` stay on a device between programs. `num_tokens` tokens pass through
+    the whole model (0 if the model does not run). Programs of one `kind` differ in sizes, and
+    `order` sorts them.
     """
 
     part: str
@@ -71,7 +72,7 @@ class RunProgram:
 
     @property
     def is_deep(self) -> bool:
-        """Return whether its layers make it slow to compile."""
+        """Return whether model layers make the program slow to compile."""
         return self.part == TRAINING or self.num_tokens > 0
 
     @property
@@ -95,7 +96,7 @@ class RunPrograms:
         self.layout = divide(config, model, len(devices), len(groups))
         trains, rolls = self.layout.num_training, self.layout.num_rollout
         self.mesh = make_mesh(config.mesh, [d for group in groups for d in group[:trains]])
-        with jax.set_mesh(self.mesh):  # the target's platform is in use there
+        with jax.set_mesh(self.mesh):  # which sets the target platform
             check_bits(self.config, model, self.mesh)
         tensor, size = (self.layout.worker_mesh[axis] for axis in ("tensor", "data"))
         place = [d for group in groups for d in group[-rolls:]][: tensor * size]
@@ -125,16 +126,16 @@ class RunPrograms:
 
     @cached_property
     def held(self) -> Parts:
-        """The bytes of one device that arrays take between programs."""
+        """The bytes per device of arrays that stay between programs."""
         return held_arrays(self.config, self.model, self.layout, is_cpu=self._is_cpu)
 
     @cached_property
     def evaluation_bytes(self) -> int:
-        """The bytes of a training device during an evaluation by separate workers; else 0."""
+        """The bytes that evaluations need on a training device if workers are separate; else 0."""
         return evaluation_bytes(self.config, self.model, self.layout, is_cpu=self._is_cpu)
 
     def all(self) -> list[RunProgram]:
-        """Return the programs of training, then of rollouts."""
+        """Return the training programs, then the rollout programs."""
         return [*self._training(), *map(self._of_rollouts, self.of_rollouts())]
 
     def _in_mesh(self, make: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -171,7 +172,7 @@ class RunPrograms:
             yield RunProgram(TRAINING, "weights for rollouts", "", lower, weights_bytes, 0)
 
     def of_rollouts(self) -> Iterator[Program]:
-        """Yield the engine's programs; as each is yielded, arguments are shapes on its mesh."""
+        """Yield the engine programs; during iteration, arguments are shapes on the engine mesh."""
         engine, specs = self.engine, transformer.param_specs(self.model)
         with engine.mesh_context(), engine.shapes_only():
             shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, engine.dtype), specs)
@@ -196,7 +197,7 @@ class RunPrograms:
             return compile_buckets.lowered(self.engine, program)
 
     def _drafters(self) -> DeviceDrafters:
-        """The drafters on the device, with shapes for weights."""
+        """Return the on-device drafters, with shapes in place of weights."""
         config, drafters = self.config, dict[str, DeviceDrafterSource]()
         shape = drafter_shape(config, self.model)
         if shape is not None:
@@ -215,14 +216,14 @@ class RunPrograms:
 
 
 def _num_tokens(named: dict[str, Any]) -> int:
-    """Return how many tokens pass through the model in one round."""
+    """Return the number of tokens that pass through the model in one round."""
     nodes, chunks = named.get("nodes_5M"), named.get("chunks_TX")
     num_nodes = named["slots"].active.shape[0] if nodes is None else nodes.shape[1]
     return num_nodes + (0 if chunks is None else chunks.shape[0] * (chunks.shape[1] - 2))
 
 
 def _sizes(named: dict[str, Any], num_positions: int) -> str:
-    """Name the sizes that a program of rollouts is compiled for."""
+    """Return a text that names the sizes of a rollout program."""
     nodes, slots = named.get("nodes_5M"), 0
     if "slots" in named:
         slots = named["slots"].active.shape[0]
@@ -233,7 +234,7 @@ def _sizes(named: dict[str, Any], num_positions: int) -> str:
 
 
 def _resolved(config: TrainConfig, *, is_cpu: bool) -> TrainConfig:
-    """Return the configuration with the target's values for settings that depend on the device."""
+    """Return the configuration with device-dependent settings resolved for the target."""
     dtype, remat = config.trainer.dtype_on(is_cpu).name, config.trainer.remat_on(is_cpu)
     settings = dataclasses.replace(config.trainer, compute_dtype=dtype, remat=remat)
     return dataclasses.replace(config, trainer=settings)

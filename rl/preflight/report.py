@@ -1,4 +1,4 @@
-"""The report of a preflight as text and as JSON: programs, arrays that stay, the peak."""
+"""Preflight reports as text and as JSON: programs, resident arrays and the peak."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COLUMNS = ("program", "arguments", "temporaries", "extra", "compiler")
 
 
 def lines_of(fit: Fit) -> Iterator[str]:
-    """Yield the report of a fit; all bytes are per device."""
+    """Yield the report of a fit line by line; all sizes are per device."""
     target, peak_bytes = fit.target, fit.peak_bytes
     yield (
         f"{target.name}: {target.count} devices of {_gb(target.device_bytes)} GB; "
@@ -45,7 +45,7 @@ def lines_of(fit: Fit) -> Iterator[str]:
 
 
 def lines_of_sizes(sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yield the values of sizes of "auto", as lines of a configuration."""
+    """Yield values for the sizes set to "auto", as lines of a configuration."""
     if sizes:
         yield "values for the sizes of 'auto':"
     for name, size in sizes.items():
@@ -74,7 +74,7 @@ def _gb(num_bytes: float) -> str:
 
 
 def refusal(fit: Fit) -> str:
-    """Return the sentence for a run that does not fit."""
+    """Return the error message for a run that does not fit."""
     name, peak_bytes, one = fit.peak
     return (
         f"expected a run that fits {_gb(fit.target.device_bytes)} GB of a device of "
@@ -84,7 +84,7 @@ def refusal(fit: Fit) -> str:
 
 
 def as_json(fit: Fit) -> dict[str, Any]:
-    """Return the report's figures."""
+    """Return the figures of the report."""
     return {
         "fits": fit.fits,
         "peak_bytes": fit.peak_bytes,

@@ -1,11 +1,11 @@
-"""Values for sizes of "auto", from the memory that the run's programs need.
+"""Values for sizes set to "auto", from the memory that programs of the run need.
 
-    pages = (USABLE_SHARE · a device's memory − the peak with few pages) / bytes of a page
+    pages = (USABLE_SHARE · device memory − the peak with few pages) / bytes of a page
 
-Micro-batches have `MICRO_BATCH_TOKENS` on each device, or one of the longest rows; half as many
-rows while training does not fit. Slots are for all requests of a step, at most `MAX_SLOTS`; half as
-many while rollouts do not fit, or while the pages hold less than `MIN_FILLED` of the longest
-request in each slot.
+Micro-batches start with `MICRO_BATCH_TOKENS` on each device, or one row of the maximum length, and
+are halved while training does not fit. Slots start with all requests of a step, at most
+`MAX_SLOTS`, and are halved while rollouts do not fit, or while the pages hold less than
+`MIN_FILLED` of the longest request in each slot.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from reprise.rl.runtime.progress import say
 from reprise.rl.settings.config import SIZES, TrainConfig
 from reprise.spec.buckets import bucket
 
-MICRO_BATCH_TOKENS = 8192  # products with the weights are compute-bound from far fewer on
+MICRO_BATCH_TOKENS = 8192  # far fewer tokens already make matrix products compute-bound
 MAX_SLOTS = 256
 MIN_FILLED = 0.5
 SLOTS, PAGES, MICRO_BATCH = SIZES
 
 
 def find_here(config: TrainConfig, model: ModelConfig) -> dict[str, int]:
-    """Return values for `config.open_sizes` on the devices of this process, which it opens."""
+    """Return values for `config.open_sizes` on the devices of this process; opens the devices."""
     opened = devices.found()
     bytes_each = opened_devices(opened).bytes_each
     if bytes_each is None:
@@ -51,7 +51,7 @@ def find_here(config: TrainConfig, model: ModelConfig) -> dict[str, int]:
 
 
 def find(fitting: Fitting, config: TrainConfig, model: ModelConfig) -> dict[str, int]:
-    """Return values for `config.open_sizes`, the smallest ones if nothing fits.
+    """Return values for `config.open_sizes`; the minimum values if nothing fits.
 
     Raises ValueError for a configuration that cannot run on the target.
     """
@@ -60,7 +60,7 @@ def find(fitting: Fitting, config: TrainConfig, model: ModelConfig) -> dict[str,
 
 
 class _Search:
-    """Lowers the open sizes until the run fits."""
+    """A search that lowers the open sizes until the run fits."""
 
     def __init__(self, fitting: Fitting, config: TrainConfig, model: ModelConfig) -> None:
         self._fitting, self._config, self._model = fitting, config, model
@@ -100,7 +100,7 @@ class _Search:
         return self._config.with_sizes({name: self._sizes[name] for name in self._open})
 
     def _refit(self, fit: Fit) -> Fit:
-        """Return the fit of the current sizes; only the program at the peak is compiled.
+        """Return the fit of the current sizes, recompiling only the program at the peak.
 
         Sizes only fall, so the figures of other programs are upper bounds.
         """
@@ -111,13 +111,13 @@ class _Search:
         return fit
 
     def _shrink(self, part: str) -> bool:
-        """Halve a size that the programs of this part, or the arrays that stay, depend on."""
+        """Halve a size that affects programs of `part` or resident arrays; False if impossible."""
         if part == TRAINING and self._halve(MICRO_BATCH, self._row_tokens, self._row_tokens):
             return True
         return (part == ROLLOUTS or not self._is_paged) and self._halve(SLOTS, self._min_slots)
 
     def _halve(self, name: str, minimum: int, multiple: int = 1) -> bool:
-        """Halve a size if it is open and above its minimum."""
+        """Halve a size if it is open and above its minimum; return whether the size changed."""
         size = self._sizes[name]
         if name not in self._open or size <= minimum:
             return False
@@ -132,7 +132,7 @@ class _Search:
         return pages * engine.page_tokens >= min_tokens
 
     def _pages_that_fit(self, fit: Fit) -> int:
-        """Return the pages that the rest of a device's memory holds, at most as many as slots need.
+        """Return the number of pages that free device memory holds, at most enough for all slots.
 
         The memory that rollout programs need besides the cache does not depend on its pages.
         """
@@ -143,7 +143,7 @@ class _Search:
 
     @cached_property
     def _step_bytes(self) -> int:
-        """The bytes of a device for one more page in each of the cache's parts."""
+        """The bytes per device for one more page in each part of the cache."""
         trial = self._trial
         larger = trial.with_sizes({PAGES: self._sizes[PAGES] + self._ways})
         few, more = (
@@ -153,7 +153,7 @@ class _Search:
         return more - few
 
     def _num_pages(self, pages: int | Literal["auto"]) -> int:
-        """Return the pages of a cache with this setting; 0: as many as all slots can need."""
+        """Return the number of cache pages for this setting; 0 means enough for all slots."""
         engine = dataclasses.replace(self._trial.engine, pages=pages)
         slots = engine.over(self._ways).slot_bucket(self._trial.engine.max_slots)
         return engine.num_pages(slots, self._max_tokens, self._ways)

@@ -1,7 +1,7 @@
 """Devices that a configuration can be compiled for, by name: `v5p:2x2x4`, `h100:1x1x8`, `cpu:8`.
 
-A topology is the chips of a TPU slice along its axes, (slices, hosts, devices) of GPUs, or the
-number of virtual devices of the CPU. Call `prepare` before jax opens its backends.
+A topology gives the chips along each axis of a TPU slice, (slices, hosts, devices) of GPUs, or the
+number of virtual CPU devices. Call `prepare` before jax opens its backends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ EXAMPLES = "v5p:2x2x4, v5e:4x4, v6e:4x4, h100:1x1x8 or cpu:8"
 class Kind:
     """A kind of device: its compiler, the number of axes of its topology, and its data sheet.
 
-    `slice_name` and the `cores` of a chip name a TPU slice's type; `properties` describe a GPU.
+    `slice_name` and `cores` per chip form the type name of a TPU slice; `properties` describe a
+    GPU.
     """
 
     platform: str
@@ -57,7 +58,7 @@ class Kind:
 
     @property
     def compiler_options(self) -> dict[str, str] | None:
-        """Options of XLA: without a GPU it cannot time kernels."""
+        """XLA options, without autotuning since kernels cannot be timed without a GPU."""
         return {"xla_gpu_autotune_level": "0"} if self.platform == "cuda" else None
 
 
@@ -77,7 +78,7 @@ class Target:
     name: str
     kind: Kind
     topology: str
-    known_bytes: int | None = None  # a device's memory, if the device is attached
+    known_bytes: int | None = None  # memory of a device, if attached
 
     @property
     def count(self) -> int:
@@ -90,9 +91,9 @@ class Target:
 
     @property
     def device_bytes(self) -> int:
-        """The memory of one device that a run may use; of a CPU an equal part of the host's.
+        """The memory of one device that a run may use; for a CPU, an equal share of host memory.
 
-        On a GPU JAX allocates 3/4 of it unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.
+        JAX allocates 3/4 of GPU memory unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.
         """
         if self.known_bytes is not None:
             return self.known_bytes
@@ -105,7 +106,7 @@ class Target:
 
 
 def parse_target(name: str) -> Target:
-    """Return the target of this name. Raises ValueError if there is none."""
+    """Return the target of this name. Raises ValueError for an unknown target."""
     kind_name, _, topology = name.partition(":")
     kind = KINDS.get(kind_name)
     if kind is None:
@@ -128,16 +129,16 @@ def parse_target(name: str) -> Target:
 
 
 def attached(devices: Sequence[Any], device_bytes: int) -> Target:
-    """Return the devices of this process as a target, each with so much memory."""
+    """Return the devices of this process as a target, each with `device_bytes` of memory."""
     platform = devices[0].platform
     kind = Kind("cuda" if platform == "gpu" else platform, axes=1)
     return Target(f"{platform}:{len(devices)}", kind, str(len(devices)), device_bytes)
 
 
 def prepare(target: Target, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the environment variables that the target's compiler reads; programs run on the CPU."""
+    """Set the environment variables that the target compiler reads; programs run on the CPU."""
     environ["JAX_PLATFORMS"] = "cpu"
-    if "jax" in sys.modules:  # it has read the variable
+    if "jax" in sys.modules:  # jax has already read the variable
         sys.modules["jax"].config.update("jax_platforms", "cpu")
     environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # no driver is needed
     environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
@@ -154,7 +155,7 @@ def prepare(target: Target, environ: MutableMapping[str, str] = os.environ) -> N
 
 
 def devices_of(target: Target) -> Sequence[Any]:
-    """Return the target's devices. Raises ValueError if its compiler is missing."""
+    """Return the devices of the target. Raises ValueError if the compiler is missing."""
     import jax
 
     if target.is_cpu:

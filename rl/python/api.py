@@ -13,8 +13,8 @@
         policy.optim_step(Adam(learning_rate=1e-3))
     policy.export("own-policy")
 
-A policy is one object, and a program may have several: a teacher and a student. Sampling uses the
-weights of the moment at which it is called.
+A policy is one object, and a program may have several, such as a teacher and a student. Sampling
+uses the weights at the time of the call.
 """
 
 from __future__ import annotations
@@ -86,18 +86,19 @@ CustomLoss = Callable[[list[jax.Array]], jax.Array]  # of the log-probs of each 
 
 
 class Policy:
-    """A policy's weights, adapter or all of them trained, its tokenizer, and its engine.
+    """A policy: its weights (all trained, or only an adapter), its tokenizer and its engine.
 
-    A prompt and a response together have at most `config.longest_tokens` (`Rollout` and
-    `Sampling`), and a datum as many. Programs compile at their first call.
+    A prompt and its response together have at most `config.longest_tokens` tokens (`Rollout` and
+    `Sampling`), and so does a datum. Programs compile at their first call.
     """
 
     def __init__(self, directory: str, *settings: str, files: Sequence[str] = ()) -> None:
-        """Load a Hugging Face folder, or GGUF file.
+        """Load a Hugging Face folder or a GGUF file.
 
-        `settings` are a configuration's, such as "Engine.slots=16", and win over its `files`. By
-        default nothing is drafted. Settings that only a run reads are refused; in `files`, which
-        may be a run's, they have no effect. Raises ConfigError, ValueError or FileNotFoundError.
+        `settings` are configuration overrides such as "Engine.slots=16", and win over `files`.
+        Without `files`, drafts are off by default. Settings that only a run reads are refused; in
+        `files`, which may come from a run, such settings have no effect. Raises ConfigError,
+        ValueError or FileNotFoundError.
         """
         _check_settings(settings, files)
         named = f"Policy.directory={directory!r}"
@@ -123,9 +124,8 @@ class Policy:
     ) -> Self:
         """Return another policy with the same frozen weights and engine, and a fresh adapter.
 
-        A `rank` below the policy's leaves the rest of A and B at 0, which training does not move;
-        so are the ones of weights that are not among `targets`, if there are any. Raises
-        ValueError.
+        With a `rank` below the policy rank, the rest of A and B is 0, and training keeps these
+        zeros. If `targets` is not empty, A and B of all other weights are 0 too. Raises ValueError.
         """
         lora = self.model.lora
         assert lora is not None, "all weights of this policy are trained"
@@ -140,11 +140,11 @@ class Policy:
             return self._with(adapter)
 
     def with_adapter(self, folder: str | Path, *, any_base: bool = False) -> Self:
-        """Return another policy, with the adapter of a folder for `peft` and a fresh optimizer.
+        """Return another policy, with the adapter from a `peft` folder and a fresh optimizer.
 
-        Plain LoRA and rsLoRA, up to the policy's rank: B is multiplied so that scale · B · A is
-        peft's. An adapter that `export_adapter` wrote for other weights is refused, unless
-        `any_base`; another name of the base is a line on stderr.
+        The adapter is plain LoRA or rsLoRA of at most the policy rank. B is rescaled so that
+        scale · B · A is the same as in peft. An adapter that `export_adapter` wrote for other
+        weights is refused, unless `any_base`; a different base name prints a warning to stderr.
         Raises FileNotFoundError, or ValueError for another kind or shape.
         """
         inputs, adapter = self._rollouts.inputs, Path(folder)
@@ -156,25 +156,25 @@ class Policy:
         return twin
 
     def _with(self, adapter: Params) -> Self:
-        """Return another policy, with this adapter."""
+        """Return another policy with this adapter."""
         twin = copy.copy(self)
         twin._total = twin._now = None
         twin._state = self._fresh(adapter)
         return twin
 
     def _fresh(self, trained: Params) -> TrainState:
-        """Return a state whose optimizer has not taken a step."""
+        """Return a state with an optimizer that has not taken a step."""
         recipe = self._learner.recipe
         return init_state(trained, make_optimizer(recipe.optimizer, recipe.total_steps))
 
     @property
     def version(self) -> int:
-        """The optimizer steps taken."""
+        """The number of optimizer steps taken."""
         return int(self._state.step)
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens of a datum."""
+        """The maximum number of tokens of a datum."""
         return self._learner.shape.length
 
     # -- sampling -------------------------------------------------------------------------
@@ -189,13 +189,13 @@ class Policy:
         drafter: Drafter | None = None,
         on_round: OnRound | None = None,
     ) -> list[list[Sample]]:
-        """Return `n` responses to each prompt, of the policy as it is now (`Sampler.sample`)."""
+        """Return `n` responses to each prompt from the current policy (`Sampler.sample`)."""
         if self._now is None:
             self._now = self._sampler(self._state.params)
         return self._now.sample(prompts, n, sampling, seed, drafter=drafter, on_round=on_round)
 
     def sampler(self) -> Sampler:
-        """Return a copy of the weights as they are now, which later steps do not change."""
+        """Return a sampler with a copy of the current weights, which later steps do not change."""
         with on_mesh(self._mesh):
             return self._sampler(jax.tree.map(jnp.copy, self._state.params))
 
@@ -209,7 +209,7 @@ class Policy:
         return Sampler(rollouts, learner, weights, self.version)
 
     def stream(self, places: int = 1, report: Callable[[str], None] = lambda line: None) -> Stream:
-        """Return a rollout that takes requests of samplers, of so many adapters at a time."""
+        """Return a rollout for requests of samplers, with up to `places` adapters at a time."""
         assert self._learner.base is not None, "all weights of this policy are trained"
         with on_mesh(self._mesh):
             base = self._rollouts.frozen(self._learner.base)
@@ -218,7 +218,7 @@ class Policy:
     # -- training -------------------------------------------------------------------------
 
     def forward(self, data: Sequence[Datum]) -> list[np.ndarray]:
-        """Return the log-probs of each datum's targets, float32 [T]. Raises ValueError."""
+        """Return the log-probs of the targets of each datum, float32 [T]. Raises ValueError."""
         with on_mesh(self._mesh):
             learner, drawn = self._learner, self._rollouts.drawn
             params = learner.policy(self._state.params)
@@ -230,7 +230,7 @@ class Policy:
         loss: str = "cross_entropy",
         settings: LossSettings | None = None,
     ) -> Output:
-        """Return a loss and the log-probs, as `forward_backward` does, without a gradient."""
+        """Return a loss and the log-probs like `forward_backward`, without computing a gradient."""
         learner, passes = self._learner, list[Any]()
         settings = complete(loss, settings)
         packed = self._pack(data, loss, settings)
@@ -256,11 +256,11 @@ class Policy:
         loss: str = "cross_entropy",
         settings: LossSettings | None = None,
     ) -> Output:
-        """Add the gradient of a loss (`objectives.LOSSES`) to those since the last `optim_step`.
+        """Add the gradient of a loss (`objectives.LOSSES`) to gradients since `optim_step`.
 
-        Losses are sums over all places: divide weights or advantages for a mean. Raises ValueError
-        for data that do not fit, and for a loss or gradient that is not finite, after which all
-        gradients since the last `optim_step` are gone.
+        Losses are sums over all positions; divide weights or advantages for a mean. Raises
+        ValueError for data that do not fit, and for a loss or gradient that is not finite, which
+        drops all gradients since the last `optim_step`.
         """
         learner, settings = self._learner, complete(loss, settings)
         packed = self._pack(data, loss, settings)
@@ -295,7 +295,7 @@ class Policy:
     def _output(
         self, data: Sequence[Datum], packed: Sequence[Packed], outputs: Sequence[Any]
     ) -> Output:
-        """Return the result of passes, each with log-probs [E, M] and losses [E]."""
+        """Return the combined output of passes, each with log-probs [E, M] and losses [E]."""
         both = zip(outputs, packed, strict=True)
         losses = [loss_E.reshape(-1)[p.places] for (_, loss_E), p in both]
         logps = unpacked(packed, [logp_EM for logp_EM, _ in outputs], list(map(len, data)))
@@ -303,9 +303,9 @@ class Policy:
         return Output(float(sum(x.sum(dtype=np.float64) for x in losses)), logps)
 
     def forward_backward_custom(self, data: Sequence[Datum], loss: CustomLoss) -> Output:
-        """Add the gradient of a function of the log-probs: float32 [T] of each datum, to a scalar.
+        """Add the gradient of a scalar function of the log-probs, float32 [T] for each datum.
 
-        Two passes: d loss / d θ = Σ_t (d loss / d log p_t) · d log p_t / d θ.
+        This takes two passes: d loss / d θ = Σ_t (d loss / d log p_t) · d log p_t / d θ.
         """
         value, gradients = jax.value_and_grad(loss)([jnp.asarray(x) for x in self.forward(data)])
         linear = [
@@ -319,10 +319,10 @@ class Policy:
         return self._total is not None
 
     def optim_step(self, adam: Adam | None = None) -> float:
-        """Apply the gradients since the last one; return their norm before clipping.
+        """Apply the gradients since the last call; return their norm before clipping.
 
-        Raises ValueError if there are none, for settings that float32 does not hold, and if the
-        norm or the new weights are not finite: weights are as before then.
+        Raises ValueError without gradients, for settings that do not fit into float32, and if the
+        norm or the new weights are not finite. The weights are then unchanged.
         """
         adam = adam or Adam()
         adam.check()
@@ -346,7 +346,7 @@ class Policy:
     # -- state ----------------------------------------------------------------------------
 
     def save_state(self, folder: str | Path) -> None:
-        """Save weights and optimizer, by the number of optimizer steps; earlier states stay.
+        """Save weights and optimizer under the number of optimizer steps; earlier states stay.
 
         Raises FileExistsError if the folder has a state of this number, or OSError.
         """
@@ -361,12 +361,12 @@ class Policy:
     def load_state(
         self, folder: str | Path, step: int | None = None, *, with_optimizer: bool = True
     ) -> None:
-        """Continue from a saved state, the one of most steps by default; gradients are dropped.
+        """Continue from a saved state, by default with the most steps; gradients are dropped.
 
-        Samples without a seed continue after the ones before the save. Without its optimizer, Adam
-        starts afresh. Raises NoWholeCheckpointError, StructureMismatchError for another policy or
-        adapter, and ValueError for an adapter of other weights, and if weights or optimizer are not
-        finite: the policy is as before then.
+        The call numbers of samples without a seed continue from the save. Without the saved
+        optimizer, Adam restarts from zero. Raises NoWholeCheckpointError, StructureMismatchError
+        for another policy or adapter, and ValueError for an adapter of other weights, or if weights
+        or optimizer are not finite. The policy is then unchanged.
         """
         inputs = self._rollouts.inputs
         with on_mesh(self._mesh):
@@ -393,7 +393,7 @@ class Policy:
         peft_files.write(Path(folder), self.model, adapter, name, digest)
 
     def export(self, folder: str | Path) -> None:
-        """Write the policy for `transformers`, with an adapter merged into its weights."""
+        """Write the policy for `transformers`, with any adapter merged into the weights."""
         target, inputs = Path(folder), self._rollouts.inputs
         exports.check_target(target, force=True)
         exports.check_apart(target, inputs.policy)

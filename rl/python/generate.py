@@ -1,4 +1,4 @@
-"""Requests in, trajectories out.
+"""Generation of trajectories for a list of requests, outside of a run.
 
 config, params = models.hf.load_pretrained("policies/tiny")
 tokenizer = models.tokenizer.load("policies/tiny")
@@ -42,15 +42,15 @@ def generate(
     on_finish: OnFinish | None = None,
     on_round: OnRound | None = None,
 ) -> list[Trajectory]:
-    """Generate a response to every request; trajectories in the order of the requests.
+    """Generate a response to every request; return trajectories in the order of the requests.
 
     Tokens are a function of policy, requests, sampling and `key` (default: `step_key(0, 0)`), not
-    of the engine's settings, the drafter or the batch: exactly on a CPU, elsewhere up to rounding
-    (docs/architecture.md, Exactness). With a `tokenizer`, which `sampling.stop` needs, no
-    id is drawn that it does not have. `stop_token_ids` default to the end tokens of the policy and
-    of its tokenizer; a request's sampling comes first.
-    An `engine` keeps its compiled steps and its buffers between calls; None makes a new one of
-    default settings. `on_finish` is called with each trajectory as it ends, `on_round` with
+    of engine settings, drafter or batch: exactly on a CPU, elsewhere up to rounding
+    (docs/architecture.md, Exactness). With a `tokenizer`, which `sampling.stop` needs, only ids
+    that the tokenizer has are drawn. `stop_token_ids` default to the end tokens of the policy and
+    of its tokenizer. The sampling of a request takes precedence over `sampling`.
+    An `engine` keeps its compiled steps and buffers between calls; None creates a new engine with
+    default settings. `on_finish` is called with each finished trajectory, `on_round` with
     (responses finished, tokens emitted) after every fetch.
     """
     if tokenizer is not None:

@@ -1,4 +1,4 @@
-"""Samples of given weights, with the drafts that a configuration names."""
+"""Sampling from fixed weights, with the drafts that a configuration enables."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ Prompt = str | Sequence[int]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sample:
-    """A response: its ids, their log-probs under the policy as sampled, float32 [n], and its text.
+    """A response: token ids, log-probs under the policy as sampled (float32 [n]), and text.
 
-    `version` counts the optimizer steps of the policy that drew it.
+    `version` is the number of optimizer steps of the policy that drew the response.
     """
 
     prompt_ids: tuple[int, ...]
@@ -58,10 +58,10 @@ class Sample:
 
 
 class Rollouts:
-    """The engine of a policy's samples, and the drafts that its configuration names.
+    """The engine that samples from a policy, and the drafts that its configuration enables.
 
-    Policies that differ in their adapters share it: `num_calls` counts samples without a seed, and
-    `drawn` remembers how each response was drawn.
+    Policies with the same base and different adapters share this object. `num_calls` counts
+    samples without a seed, and `drawn` records how each response was drawn.
     """
 
     def __init__(self, config: TrainConfig, inputs: Inputs, mesh: Mesh | None, dtype: Any) -> None:
@@ -83,14 +83,14 @@ class Rollouts:
         self._base: Params | None = None
 
     def frozen(self, base: Params) -> Params:
-        """Return the policy's frozen weights in the layout of rollouts: one copy for all."""
+        """Return the frozen policy weights in rollout layout; all policies share one copy."""
         if self._base is None:
             plain = dataclasses.replace(self.inputs.model, lora=None)
             self._base = self.laid_out(base, param_specs(plain))
         return self._base
 
     def laid_out(self, params: Params, specs: Params) -> Params:
-        """Return weights of these `ParamSpec` in the dtype and the layout of rollouts."""
+        """Return weights with these `ParamSpec` in rollout dtype and layout."""
         rounded, mesh = cast_params(params, self.engine.dtype), self.engine.mesh
         return rounded if mesh is None else laid_out(rounded, specs, mesh)
 
@@ -103,9 +103,9 @@ class Rollouts:
         return speculation.drafter_factory(keys, prompts, group_size=n)
 
     def noise_key(self, seed: int | None) -> jax.Array:
-        """Return the key of a seed; without one, of the configuration's and the next number.
+        """Return the key of `seed`, or without a seed, of `Run.seed` and the next call number.
 
-        No seed of a caller has the key of a number, and no two numbers have the same.
+        Keys of seeds and of call numbers never coincide, and each call number has a unique key.
         """
         if seed is not None:
             return step_key(seed, 0)
@@ -113,7 +113,7 @@ class Rollouts:
         return step_key(self.config.run.seed, self.num_calls)
 
     def to_sample(self, t: Trajectory, sampling: SamplingConfig, version: int) -> Sample:
-        """Return a trajectory as its caller gets it, and remember how it was drawn."""
+        """Convert a trajectory to a `Sample`, and record how the response was drawn."""
         self.drawn.note(t.prompt_ids, t.response_ids, t.logprobs, sampling)
         prompt, response = tuple(t.prompt_ids.tolist()), t.response_ids.tolist()
         text = self.inputs.tokenizer.decode(response)
@@ -125,7 +125,7 @@ def open_speculation(config: TrainConfig, cache: RolloutCache) -> Speculation:
 
 
 def needs_times(speculation: Speculation) -> bool:
-    """Return whether a budget needs the seconds of rounds, which are not measured yet."""
+    """Return whether the budget needs round times that are not measured yet."""
     config = speculation.config
     return (
         config.enabled and speculation.times is None and parse_budget(config.budget)[0] != "fixed"
@@ -139,7 +139,7 @@ def warm_up(
     speculation: Speculation,
     on_compiled: OnCompiled = unwatched,
 ) -> None:
-    """Compile the programs of rollouts; if a budget needs the seconds of rounds, measure them."""
+    """Compile the rollout programs, and measure round times if the budget needs them."""
     sampling, enabled = config.sampling, speculation.config.enabled
     reach = Reach(engine.config.max_slots, config.rollout.max_prompt_tokens, speculative=enabled)
     compile_buckets.warm_up(engine, weights, sampling, reach, on_compiled)
@@ -157,7 +157,7 @@ def warm_up(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sampler:
-    """The weights of a moment, to sample from; `version` counts their optimizer steps."""
+    """A snapshot of weights to sample from; `version` counts the optimizer steps."""
 
     _rollouts: Rollouts
     _learner: Learner
@@ -174,12 +174,12 @@ class Sampler:
         drafter: Drafter | None = None,
         on_round: OnRound | None = None,
     ) -> list[list[Sample]]:
-        """Return `n` responses to each prompt, a text or ids.
+        """Return `n` responses to each prompt, which is a text or token ids.
 
-        Tokens are a function of weights, prompts, `n`, `sampling` and `seed`: neither a `drafter`
-        nor the drafts of the configuration change one. Without a seed they have noise that no call
-        before had: a program that starts in the same way draws the same. `on_round` is called now
-        and then with the responses finished and the tokens so far; raising ends the call. Raises
+        Tokens are a function of weights, prompts, `n`, `sampling` and `seed`; neither `drafter` nor
+        configured drafts change any token. Without a seed, each call uses new noise, and a program
+        that makes the same calls draws the same tokens. `on_round` is called periodically with the
+        numbers of finished responses and of tokens so far; raising there aborts the call. Raises
         ValueError for prompts that cannot run.
         """
         rollouts, inputs = self._rollouts, self._rollouts.inputs
@@ -216,7 +216,7 @@ class Sampler:
         return trained_part(self._weights)
 
     def forward(self, data: Sequence[Datum]) -> list[np.ndarray]:
-        """Return the log-probs of each datum's targets, float32 [T]. Raises ValueError."""
+        """Return the log-probs of the targets of each datum, float32 [T]. Raises ValueError."""
         with on_mesh(self._rollouts.mesh):
             learner = self._learner
             drawn = self._rollouts.drawn
@@ -231,7 +231,7 @@ def on_mesh(mesh: Mesh | None) -> Iterator[None]:
 
 
 def _check(inputs: Inputs, prompts: Any, n: Any, sampling: Any, seed: Any) -> list[tuple[int, ...]]:
-    """Return the prompts' tokens. Raises ValueError for arguments of other types."""
+    """Return the tokens of each prompt. Raises ValueError for invalid arguments."""
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         raise ValueError(
             f"prompts: expected a list of texts or of token ids, got {_shown(prompts)}; "

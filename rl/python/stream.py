@@ -1,9 +1,9 @@
-"""Samples without end: requests of several adapters share the rounds of one rollout as they come.
+"""Continuous sampling: requests of several adapters share the rounds of one rollout.
 
-An adapter has a place in the engine's policy (`models.lora.for_rows`) while it has
-requests; a place goes to another one once it has none. A prompt that continues an earlier request
-of the same adapter, as the turn of a dialogue does, computes its new tokens alone. Requests with
-one prompt draft from one another, and from its earlier responses, whatever their adapters.
+An adapter occupies a place in the engine policy (`models.lora.for_rows`) while it has requests.
+Afterwards another adapter may take this place. A prompt that continues an earlier request of the
+same adapter, such as the next turn of a dialogue, computes only its new tokens. Requests with the
+same prompt draft from one another and from earlier responses to this prompt, across adapters.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from reprise.spec.reuse.rollout_cache import RolloutCache
 from reprise.spec.sampling import NOISE_NAMES, step_key
 
 OnFinish = Callable[[list[Sample] | Exception], None]
-RENEWED_AFTER = 10_000  # requests of a rollout, whose tables grow with them; then another opens
-LOOK_AFTER, LOOK_WITHIN = 64, 1024  # fetches, when idle and at the latest: whether drafts lose time
-STUCK_AFTER = 1000  # fetches without a token, of prompts or responses
-HISTORY_TOKENS = 2**21  # of responses that later ones draft from; each takes about 100 bytes
+RENEWED_AFTER = 10_000  # requests of a rollout, since its tables grow; then a new rollout opens
+LOOK_AFTER, LOOK_WITHIN = 64, 1024  # fetches between checks whether drafts lose time: idle, busy
+STUCK_AFTER = 1000  # fetches without a prompt token or response token
+HISTORY_TOKENS = 2**21  # of old responses to draft from; each token takes about 100 bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SampleRequest:
-    """`n` responses to a prompt of a sampler's weights; `seed` names their noise."""
+    """A request for `n` responses to a prompt from `sampler`; `seed` names the noise."""
 
     sampler: Sampler
     prompt_ids: tuple[int, ...]
@@ -69,9 +69,10 @@ class SampleRequest:
     seed: str
 
     def requests(self, number: int, adapter: int, group: int = 0) -> list[Request]:
-        """Return the engine's requests; no other that runs has `number`.
+        """Return the engine requests; no other running request has `number`.
 
-        Responses count from a place that the seed names: no two of a request share their noise.
+        Noise names count up from an offset that `seed` determines, so that no two responses of a
+        request share noise.
         """
         digest = hashlib.sha256(self.seed.encode()).digest()
         first = int.from_bytes(digest[:4], "little")
@@ -93,16 +94,16 @@ class _Running:
 
 
 class _Places:
-    """Which sampler has each place, under a number that no other has had, and how many requests."""
+    """The sampler of each place, its unique number, and the number of its running requests."""
 
     def __init__(self, count: int) -> None:
         self.samplers: list[Sampler | None] = [None] * count
         self.numbers = list(range(count))
         self.busy = [0] * count
-        self._used = list(range(count))  # places, the longest unused first
+        self._used = list(range(count))  # places, least recently used first
 
     def claim(self, sampler: Sampler) -> tuple[int | None, bool]:
-        """Return the place of a sampler, and whether its adapter is to be put there; None: wait."""
+        """Return the place (None: wait) of a sampler, and whether to load its adapter there."""
         is_new = sampler not in self.samplers
         if is_new:
             free = [place for place in self._used if not self.busy[place]]
@@ -118,10 +119,10 @@ class _Places:
 
 
 class Stream:
-    """A rollout to which requests are added at any time; all calls are made in one thread.
+    """A rollout that accepts requests at any time; all calls must come from one thread.
 
-    Tokens are a function of a request and of its sampler's weights. `report` is called with a line
-    once drafts have ended.
+    Tokens are a function of a request and of the sampler weights. `report` is called with a line of
+    text when drafts are turned off.
     """
 
     def __init__(
@@ -158,9 +159,9 @@ class Stream:
         return self._engine.stats
 
     def warm_up(self, on_compiled: OnCompiled = unwatched) -> None:
-        """Compile all programs of samples, and measure the rounds that drafts are decided by.
+        """Compile all sampling programs, and measure the round times that decide about drafts.
 
-        Without it they compile at first use.
+        Without this call, programs compile at first use.
         """
         rollouts, none = self._rollouts, jax.tree.map(jnp.copy, self._adapters)
         with on_mesh(rollouts.mesh):
@@ -169,9 +170,9 @@ class Stream:
             lora.put_adapter(none, one, jnp.int32(0))
 
     def add(self, request: SampleRequest, on_finish: OnFinish) -> None:
-        """Queue a request; `on_finish` is called with its responses, in a `step`.
+        """Queue a request; a later `step` calls `on_finish` with the responses.
 
-        It is called with a ValueError if logits of a response are not finite. Raises ValueError for
+        `on_finish` gets a ValueError if logits of a response are not finite. Raises ValueError for
         a request that cannot run.
         """
         config, tokens = self._rollouts.config, len(request.prompt_ids)
@@ -188,7 +189,7 @@ class Stream:
         self._waiting.append((request, on_finish))
 
     def step(self) -> None:
-        """Run the rounds of one fetch; if they fail, all requests are gone."""
+        """Run the rounds of one fetch; an error drops all requests."""
         with on_mesh(self._rollouts.mesh):
             try:
                 if self._ends and not self._running:
@@ -204,11 +205,11 @@ class Stream:
             except BaseException:
                 self._waiting.clear()
                 self.close()
-                self._engine.free()  # the step may have consumed the cache
+                self._engine.free()  # the step may have donated the cache
                 raise
 
     def close(self) -> None:
-        """End the rollout; the next step opens another one."""
+        """Close the rollout; the next step opens a new rollout."""
         rollout, self._rollout = self._rollout, None
         self._running = {}
         self._number = 0
@@ -245,11 +246,11 @@ class Stream:
 
     @property
     def _ends(self) -> bool:
-        """Return whether the rollout is to be renewed, once its requests have ended."""
+        """Return whether the rollout must be renewed after its running requests finish."""
         return self._number >= RENEWED_AFTER or (self._has_drafts and self._speculation.is_off)
 
     def _check_progress(self) -> None:
-        """Raise RuntimeError if rounds have computed nothing for long: no request would end."""
+        """Raise RuntimeError if many fetches computed no token, so that no request can finish."""
         num_tokens = self.stats.tokens, self.stats.prefilled_tokens
         is_idle = num_tokens == self._num_tokens and self.has_work
         self._num_tokens, self._num_idle = num_tokens, self._num_idle + 1 if is_idle else 0
@@ -260,7 +261,7 @@ class Stream:
             )
 
     def _look(self) -> None:
-        """Judge the drafts of the last rounds, as after a training step."""
+        """Check whether drafts of the last rounds saved time, as after a training step."""
         rounds, speculation = self._engine.stats.timeline, self._speculation
         if len(rounds) < (LOOK_WITHIN if self.has_work else LOOK_AFTER):
             return
@@ -272,9 +273,9 @@ class Stream:
         rounds.clear()
 
     def _begin(self) -> None:
-        """Let the waiting requests join, in order, up to the first one that has no place.
+        """Start waiting requests in order, up to the first request without a free place.
 
-        None joins a rollout that is to be renewed.
+        No request joins a rollout that must be renewed.
         """
         while self._waiting and not self._ends:
             request, on_finish = self._waiting[0]
@@ -294,10 +295,10 @@ class Stream:
             self._number += request.n
 
     def _end(self, t: Trajectory) -> None:
-        """Note a response; hand over the responses of its request if this is the last one."""
+        """Record a response; if it completes its request, call `on_finish`."""
         number = t.request_id // NOISE_NAMES - t.sample_index
         if (running := self._running.get(number)) is None:
-            return  # another response of its request has failed in this round
+            return  # another response of this request failed in this round
         request = running.request
         if t.finish_reason is FinishReason.NOT_FINITE:
             return self._fail(number, t)
@@ -311,7 +312,7 @@ class Stream:
         running.on_finish([self._rollouts.to_sample(t, sampling, version) for t in running.done])
 
     def _fail(self, number: int, t: Trajectory) -> None:
-        """End a request with an error because logits of one of its responses are not finite."""
+        """Fail a request because logits of one of its responses are not finite."""
         running = self._free(number)
         request = running.request
         for _ in range(request.n - len(running.done)):
@@ -327,12 +328,12 @@ class Stream:
         )
 
     def _free(self, number: int) -> _Running:
-        """Forget a request that runs; its place is free if it was the last one there."""
+        """Remove a running request; its place becomes free if no other request runs there."""
         running = self._running.pop(number)
         self._places.busy[running.place] -= 1
         return running
 
     def _leave_group(self, group: int, response: np.ndarray | None) -> None:
-        """Let later requests with the prompt draft from a response, if there is one."""
+        """Remove a response from a group; unless None, later requests may draft from it."""
         if self._history.end(group, response):
             self._siblings.forget([group])

@@ -1,6 +1,6 @@
-"""A rollout worker in an actor of Ray: an engine, its drafters, and a `RolloutWorker` over them.
+"""A rollout worker in a Ray actor: an engine, its drafters, and a `RolloutWorker` that uses them.
 
-One thread calls all methods. The run's side is `rl.ray_workers.place`.
+One thread calls all methods. The program of the run calls them from `rl.ray_workers.place`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Sink:
 
 
 class WorkerActor:
-    """The worker; `drafts` is the handle of the central draft server, if there is one."""
+    """The worker; `drafts` is the handle of the central draft server, or None."""
 
     def __init__(self, settings: WorkerSettings, drafts: Handle | None) -> None:
         keep_programs()
@@ -111,20 +111,20 @@ class WorkerActor:
         self._sinks = list[_Sink]()
         self._training: tuple[int, EagleParams] | None = None
         self._worker: RolloutWorker | None = None
-        self._reach: Reach | None = None  # once it is compiled
+        self._reach: Reach | None = None  # once compiled
         self._is_tuned = False
 
     # -- before the first rollout ------------------------------------------------------------
 
     def prepare(self, weights: Offer, bounds: Bounds, rounds: str | None) -> Measured:
-        """Compile unless that is done, and measure; `rounds` is a file that is known."""
+        """Compile unless already compiled, and measure; `rounds` is the text of known times."""
         if self._reach is None:
             self.compile(weights, bounds)
         assert self._reach is not None
         return self._measure(self._params(weights), bounds.sampling, self._reach, rounds)
 
     def compile(self, weights: Offer, bounds: Bounds) -> None:
-        """Compile what rollouts can reach."""
+        """Compile the programs that rollouts can reach."""
         params = self._params(weights)
         drafters = dict(self._drafters)
         if not self._settings.model_here:
@@ -169,7 +169,7 @@ class WorkerActor:
         return Measured(rounds or "", moves, self.engine.clock())
 
     def _params(self, offer: Offer) -> Any:
-        """Return the weights of an offer on this worker's devices, which hold one version."""
+        """Return the weights of an offer on the devices of this worker, which hold one version."""
         if self._placed is None or self._placed[0] != offer.version:
             self._placed = None
             tree = jax.tree.structure(transformer.param_specs(self.engine.model))
@@ -180,7 +180,7 @@ class WorkerActor:
     # -- rollouts ----------------------------------------------------------------------------
 
     def join(self, limits: WorkerLimits) -> None:
-        """Begin a session; one that was lost is given up."""
+        """Start a session, and abort the previous session if it was lost."""
         if self._worker is not None:
             self._worker.close(abort=True)
         self._worker, self._sinks = RolloutWorker(self.engine, limits, self._spec), []
@@ -189,7 +189,7 @@ class WorkerActor:
     def step(
         self, commands: Sequence[Command], max_s: float, drafter: tuple[int, Any] | None
     ) -> Reply:
-        """See `RolloutWorker.step`; `drafter` are new weights of the learned drafter."""
+        """See `RolloutWorker.step`; `drafter` holds new weights of the learned drafter, if any."""
         worker = self._session
         if drafter is not None:
             assert self._learned is not None
@@ -198,7 +198,7 @@ class WorkerActor:
         return self._reply(worker.step(commands, max_s))
 
     def leave(self, abort: bool) -> Reply:
-        """End a session; return a reply with everything not sent yet."""
+        """Close the session; return a reply with everything not sent yet."""
         worker = self._session
         worker.close(abort=abort)
         self._worker = None
@@ -219,7 +219,7 @@ class WorkerActor:
         self._sent = len(timeline)
         states, remarks, bandit = list[tuple[int, HiddenStates]](), list(self._remarks), None
         del self._remarks[: len(remarks)]
-        for sink in self._sinks:  # their threads may add more
+        for sink in self._sinks:  # other threads may add more
             while sink.states:
                 states.append(sink.states.popleft())
         if report.is_idle and self._settings.speculation.budget == BANDIT:
@@ -227,9 +227,9 @@ class WorkerActor:
         return Reply(report._replace(stats=stats), self._num_rollouts, states, remarks, bandit)
 
     def _spec(self, message: RolloutMessage, stack: ExitStack) -> RolloutSpec:
-        """Return the rollout of a message; its part in other programs ends with `stack`."""
+        """Return the rollout of a message; `stack` closes its links to other programs."""
         speculation, number, sink = self._speculation, self.engine.number, None
-        if message.bandit is not None and not self._is_tuned:  # later states are older
+        if message.bandit is not None and not self._is_tuned:  # later messages have older states
             speculation.bandit(number).load_state(message.bandit)
             self._is_tuned = True
         if message.sample is not None:
@@ -285,7 +285,7 @@ class WorkerActor:
     def gradients(
         self, weights: Offer, drafter: tuple[int, Any], batch: DrafterBatch
     ) -> tuple[EagleParams, dict[str, float]]:
-        """Return the gradient and metrics of a micro-batch; `drafter` are (step, weights)."""
+        """Return the gradient and metrics of a micro-batch; `drafter` is (step, weights)."""
         if self._training is None or self._training[0] != drafter[0]:
             [params] = _fetch([drafter[1]], self._settings.fetch_s)
             self._training = drafter[0], params
@@ -316,7 +316,7 @@ class WorkerActor:
 
 
 def _learned(settings: LearnedSettings | None) -> LearnedDrafter | None:
-    """Return a learned drafter with random weights, until others come."""
+    """Return a learned drafter with random weights, until the first weights arrive."""
     if settings is None:
         return None
     params = eagle.init(settings.config, jax.random.key(0))
@@ -343,7 +343,7 @@ def _drafters(
 
 
 def _fetch(references: Sequence[Any], limit_s: float) -> list[Any]:
-    """Return values of Ray's store; a program that gets none is lost, and starts again."""
+    """Return values from Ray's store. Raises ActorDied if a value is lost; the actor restarts."""
     values = ray_session.fetch(references, limit_s)
     for value in values:
         if isinstance(value, Exception):

@@ -1,4 +1,4 @@
-"""The run's side of rollout workers in actors of Ray (`rl.ray_workers.actor`), and its messages."""
+"""Calls to rollout workers in Ray actors (`rl.ray_workers.actor`), and their messages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from reprise.spec.eagle.training_data import (
 
 T = TypeVar("T")
 U = TypeVar("U")
-ROUNDS_S = 0.02  # a call returns after as long: new commands wait for that
+ROUNDS_S = 0.02  # a call returns after this time; new commands wait until then
 
 
 # --- settings and messages --------------------------------------------------------------
@@ -52,7 +52,10 @@ ROUNDS_S = 0.02  # a call returns after as long: new commands wait for that
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LearnedSettings:
-    """A learned drafter but for its weights, and its training: on draws at `temperature`."""
+    """Everything a worker needs to build and train the learned drafter, except its weights.
+
+    Training uses tokens sampled at `temperature`.
+    """
 
     config: EagleConfig
     tree: TreeConfig
@@ -63,9 +66,9 @@ class LearnedSettings:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WorkerSettings:
-    """A worker as its run configures it.
+    """The settings of a worker in an actor.
 
-    `model_here`: the draft model drafts on this worker's devices, and not only on others'.
+    With `model_here`, the draft model also runs on this worker, not only on drafting workers.
     """
 
     number: int
@@ -80,14 +83,14 @@ class WorkerSettings:
     model_here: bool
     model_apart: bool
     learned: LearnedSettings | None
-    fetch_s: float  # deadline of values from Ray's store
+    fetch_s: float  # timeout for values from Ray's store
 
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The bounds of the rollouts to come, in functions that can be sent.
+    """The bounds of future rollouts, with functions that can be sent.
 
-    `batch` are the rows and tokens of micro-batches of drafter training, if the worker may train.
+    `batch` is (rows, tokens) of micro-batches of drafter training, if the worker may train.
     """
 
     sampling: SamplingConfig
@@ -97,7 +100,7 @@ class Bounds:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The files that `rl.warm_up.measured_run` writes, and the worker's clock after that."""
+    """The files that `rl.warm_up.measured_run` writes, and the worker clock after measuring."""
 
     rounds: str
     moves: str
@@ -106,11 +109,11 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RolloutMessage:
-    """A rollout for a worker in another program; `spec` has no sink, nor its `weights` and `key`.
+    """A rollout for a worker in another program; `spec` has no weights, no key and no sink.
 
-    `name` is the same for all workers of a rollout, `sample` the requests whose hidden states the
-    sink of number `sink` wants, `apart` the worker's drafting workers, `bandit` the state of its
-    tuner for a program that has just started.
+    `name` is the same for all workers of a rollout. `sample` selects the requests with hidden
+    states for the sink of number `sink`. `apart` contains the drafting workers of the worker, and
+    `bandit` its tuner state, for a program that has just started.
     """
 
     spec: RolloutSpec
@@ -125,10 +128,10 @@ class RolloutMessage:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reply:
-    """A worker's `Report`, with only new rounds in `stats` and only new responses in `states`.
+    """The `Report` of a worker, with only new rounds in `stats` and only new responses in `states`.
 
-    `states` have the numbers of their sinks, `rollout` counts the rollouts that were opened;
-    `bandit` is the tuner's state of an idle worker.
+    `states` have the numbers of their sinks; `rollout` counts the rollouts that were opened;
+    `bandit` is the tuner state of an idle worker.
     """
 
     report: Report
@@ -138,13 +141,13 @@ class Reply:
     bandit: dict[str, Any] | None
 
 
-# --- the run's side ---------------------------------------------------------------------
+# --- program of the run -----------------------------------------------------------------
 
 
 class Shared:
-    """Values that all workers of a run on Ray get alike; any thread may call it.
+    """Values that all workers of a run on Ray share; thread-safe.
 
-    `apart` returns a worker's drafting workers, `share` puts a value into Ray's store.
+    `apart` returns the drafting workers of a worker; `share` puts a value into Ray's store.
     """
 
     def __init__(
@@ -159,10 +162,10 @@ class Shared:
         self._learned = learned if isinstance(learned, LearnedDrafter) else None
         self._lock, self._numbers = threading.Lock(), itertools.count()
         self._names = weakref.WeakKeyDictionary[Any, str]()  # of rollouts, by their drafts
-        self._references: dict[str, tuple[int, Any]] = {}  # of the learned drafter's weights
+        self._references: dict[str, tuple[int, Any]] = {}  # to weights of the learned drafter
 
     def message(self, spec: RolloutSpec, worker: int, sink: int) -> RolloutMessage:
-        """Return a rollout as it is sent to a worker; its sink has that number."""
+        """Return the message of a rollout to a worker; `sink` is the number of the sink."""
         drafts = spec.drafts if isinstance(spec.drafts, StepDrafts) else None
         assert drafts is not None or spec.drafts is no_drafts, "other drafters cannot be sent"
         sent: dict[str, Any] = {"params": None, "key": None, "sink": None, "times": None}
@@ -192,7 +195,7 @@ class Shared:
         self._speculation.bandit(worker).load_state(state)
 
     def drafter(self, have: int | None) -> tuple[int, Any] | None:
-        """Return the newest (version, weights) of the learned drafter, unless they are there."""
+        """Return the newest (version, weights) of the learned drafter; None if `have` is newest."""
         if self._learned is None or self._learned.version == have:
             return None
         return self._shared_once("drafting", *self._learned.newest)
@@ -209,9 +212,9 @@ class Shared:
 
 
 class RayPlace:
-    """The place of a worker in an actor, which is started and prepared again when it is lost.
+    """The place of a worker in an actor, which is restarted and prepared again when lost.
 
-    A program that is lost or stopped sends no heartbeats, so that a call may take `call_limit_s`.
+    Missing heartbeats reveal a lost or stopped program, so a call may take `call_limit_s`.
     """
 
     makes_shapes = False
@@ -233,11 +236,11 @@ class RayPlace:
         self._report, self._clock, self.later_s = report, clock, 0.0
         self._thread = DaemonThread(f"idle work of worker {number}")
         self._bounds: Bounds | None = None
-        self._rounds: str | None = None  # the seconds of rounds, once they are measured
+        self._rounds: str | None = None  # the measured times of rounds, as text
         self._prepared_start, self._preparing = 0, None  # type: tuple[int, Future[Any] | None]
-        self._is_unfit = False  # it raised as it was prepared
+        self._is_unfit = False  # preparation raised
         self._drafter_version: int | None = None
-        self._sinks: dict[int, HiddenStateSink] = {}  # the last ones, by number
+        self._sinks: dict[int, HiddenStateSink] = {}  # the last sinks, by number
         self._num_sinks = 0
 
     @property
@@ -250,7 +253,7 @@ class RayPlace:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether it is prepared; a restarted actor starts to prepare."""
+        """Return whether the worker is prepared; start to prepare a restarted actor."""
         actor, preparing = self.actor, self._preparing
         if not actor.is_there or self._is_unfit:
             return False
@@ -267,12 +270,12 @@ class RayPlace:
         return False
 
     def compile(self, bounds: Bounds) -> Future[None]:
-        """Have it compile, while another worker measures as well."""
+        """Compile in the actor, while another worker also measures."""
         offer = self._shared.weights.newest
         return self.actor.call("compile", offer, bounds, limit_s=self._compile_s, is_work=False)
 
     def prepare(self, bounds: Bounds, rounds: str | None) -> Future[Measured]:
-        """Have it compile and measure; `rounds` were measured before."""
+        """Compile and measure in the actor; `rounds` were measured before, if given."""
         self._bounds, start, offer = bounds, self.actor.num_starts, self._shared.weights.newest
         prepared = self.actor.call(
             "prepare", offer, bounds, rounds, limit_s=self._compile_s, is_work=False
@@ -286,10 +289,10 @@ class RayPlace:
         self._preparing = then(prepared, note)
         return self._preparing
 
-    # -- a session's worker --------------------------------------------------------------------
+    # -- worker of a session -------------------------------------------------------------------
 
     def announce(self, spec: RolloutSpec) -> None:
-        """Publish the weights of a rollout, once for all places: not in the driver's thread."""
+        """Publish the weights of a rollout, once for all places, outside the driver thread."""
         self._shared.weights.publish(spec.params)
 
     def join(self, limits: WorkerLimits) -> None:
@@ -306,7 +309,7 @@ class RayPlace:
         return then(reply, self._settle)
 
     def _request(self, method: str, *args: Any, is_work: bool) -> Future[Any]:
-        """Call the program that has joined: a call of its successor would wait for its start."""
+        """Call the program that has joined; a call to its successor would wait for the restart."""
         actor = self.actor
         if actor.is_there and actor.num_starts == self._start:
             return actor.call(method, *args, limit_s=self._call_limit_s, is_work=is_work)
@@ -315,7 +318,7 @@ class RayPlace:
         return lost
 
     def nudge(self) -> None:
-        """Its calls are short."""
+        """Do nothing, since calls are short."""
 
     def spare(self, work: IdleWork, worker_id: int) -> Future[bool]:
         return self._thread.submit(lambda: work.spare(worker_id, self))  # type: ignore[arg-type]
@@ -324,7 +327,7 @@ class RayPlace:
         return then(self._request("leave", abort, is_work=False), self._settle)
 
     def abandon(self) -> None:
-        """The actor ends by itself."""
+        """Do nothing, since `Actor` stops lost programs by itself."""
 
     def _sent(self, command: Command) -> Command:
         if not isinstance(command, Prepare):
@@ -337,7 +340,7 @@ class RayPlace:
         return command._replace(spec=message)
 
     def _settle(self, reply: Reply) -> Report:
-        """Add the reply's new counts to the counts here, by this program's clock."""
+        """Add the new statistics of a reply, with times on the clock of this program."""
         report, new = reply.report, reply.report.stats
         if reply.rollout != self._rollout:
             self._rollout, self._stats = reply.rollout, EngineStats()
@@ -375,7 +378,7 @@ class RayPlace:
 
 
 def then(future: Future[T], work: Callable[[T], U]) -> Future[U]:
-    """Return the future of `work` with a future's result."""
+    """Return a future for `work` called with the result of `future`."""
     result: Future[U] = Future()
 
     def done(ended: Future[T]) -> None:

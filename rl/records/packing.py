@@ -1,13 +1,13 @@
-"""Rows of one fixed shape from responses, with little padding, for training and reuse.
+"""Packing of responses into rows of one fixed shape, with little padding, for training and reuse.
 
 A row holds several prompts, each computed once, followed by the responses to it, which do not see
-one another (`models.attention.Packing`). The last prompt token comes before every response, since
-it predicts its first token: a response of n tokens takes n positions, its prompt of P takes P − 1
-more, once per row.
+one another (`models.attention.Packing`). The last prompt token is repeated before every response,
+since it predicts the first response token: a response of n tokens takes n positions, and its prompt
+of P tokens takes P − 1 more, once per row.
 
-If attention sums blocks of C keys by position, prompts and responses start at multiples of C: the
-last (P − 1) mod C tokens of the shared ones come before every response instead, and positions up to
-a multiple belong to the response before them. Plain numpy.
+If attention sums keys in blocks of C positions, prompts and responses start at multiples of C: the
+last (P − 1) mod C shared tokens are then repeated before every response too, and padding up to the
+next multiple belongs to the preceding response. Plain numpy.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 SAMPLES_PER_ROW = 16  # a micro-batch holds at most this many responses for each of its rows
-ROW_MULTIPLE_TOKENS = 64  # rows are a multiple of this long
+ROW_MULTIPLE_TOKENS = 64  # row lengths are multiples of this
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Rows of a micro-batch, positions of a row, and how many samples they may hold.
+    """The shape of a micro-batch: rows, positions per row, and the maximum number of samples.
 
-    Each of `copies` of the weights has an equal part of the rows, with their samples. Prompts and
+    Each of the `copies` copies of the weights has an equal share of rows and samples. Prompts and
     responses start at multiples of `block`, which divides `length`.
     """
 
@@ -42,22 +42,22 @@ class Shape:
 
     @property
     def of_copy(self) -> Shape:
-        """Return the shape of one copy's part."""
+        """Return the shape of the share of one copy."""
         rows, samples = self.rows // self.copies, self.samples // self.copies
         return dataclasses.replace(self, rows=rows, samples=samples, copies=1)
 
     def shared(self, response: Response) -> int:
-        """Return how many positions of its prompt a response shares with others."""
+        """Return the number of prompt positions that a response shares with others."""
         known = len(response.prompt_ids) - 1
         return known - known % self.block
 
     def own(self, response: Response) -> int:
-        """Return how many positions a response takes in addition to the shared ones."""
+        """Return the number of positions that a response takes besides the shared positions."""
         known = (len(response.prompt_ids) - 1) % self.block
         return -(-(known + len(response.tokens)) // self.block) * self.block
 
     def prompt_places(self, response: Response, prompt_start: int, start: int) -> np.ndarray:
-        """Return the places of a prompt's tokens but the last, from those of a `Layout`."""
+        """Return the places of all prompt tokens but the last, given two starts of a `Layout`."""
         shared = self.shared(response)
         repeated = len(response.prompt_ids) - 1 - shared
         return np.concatenate([prompt_start + np.arange(shared), start + np.arange(-repeated, 0)])
@@ -65,7 +65,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Response:
-    """A response's tokens, and the prompt that it shares with its group."""
+    """The tokens of a response, and the prompt that it shares with its group."""
 
     name: str
     group_id: int
@@ -75,7 +75,7 @@ class Response:
 
 @dataclasses.dataclass(eq=False)
 class Row:
-    """The content of one row: (a prompt's shared positions, its responses), in order."""
+    """The content of one row, in order: (number of shared prompt positions, response indices)."""
 
     free: int
     parts: list[tuple[int, list[int]]] = dataclasses.field(default_factory=list)
@@ -89,8 +89,8 @@ class Row:
 class Layout:
     """Rows of int32 [B, T], and the places of the responses in the flattened [B · T].
 
-    Response `order[e]` is predicted from `starts[e]` on, its prompt is at `prompt_starts[e]`: see
-    `Shape.prompt_places`.
+    Response `order[e]` is predicted from place `starts[e]` onwards, and its prompt starts at
+    `prompt_starts[e]` (see `Shape.prompt_places`).
     """
 
     tokens_BT: np.ndarray
@@ -110,10 +110,10 @@ def batch_shape(
     copies: int = 1,
     block: int = 1,
 ) -> Shape:
-    """Return rows for the longest prompt and response, of about `micro_batch_tokens` in all.
+    """Return a shape of about `micro_batch_tokens` positions, with rows of at least `max_tokens`.
 
-    The number of rows is a multiple of `row_multiple`, the size of the mesh's batch axes, which
-    `copies` divides.
+    `max_tokens` is the length of the longest prompt and response together. The number of rows is a
+    multiple of `row_multiple`, the size of the batch axes of the mesh, which `copies` divides.
     """
     length = -(-max_tokens // ROW_MULTIPLE_TOKENS) * ROW_MULTIPLE_TOKENS
     rows = max(micro_batch_tokens // length // row_multiple, 1) * row_multiple
@@ -121,7 +121,7 @@ def batch_shape(
 
 
 def plan(responses: Sequence[Response], shape: Shape) -> list[list[Row]]:
-    """Pack the responses into as few rows as a greedy search finds, the rows into micro-batches."""
+    """Pack responses into as few rows as a greedy search finds, and the rows into micro-batches."""
     batches: list[list[Row]] = []
     for row in _fill_rows(responses, shape):
         for rows in batches:
@@ -137,7 +137,8 @@ def plan(responses: Sequence[Response], shape: Shape) -> list[list[Row]]:
 def _fill_rows(responses: Sequence[Response], shape: Shape) -> list[Row]:
     """Put whole groups, largest first, into the fullest row that has room.
 
-    A group that no single row holds is split, and its prompt computed once in each.
+    A group that does not fit into one row is split, and its prompt is computed once in each of its
+    rows.
     """
     sizes = [shape.own(r) for r in responses]
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -182,7 +183,7 @@ def _fill_rows(responses: Sequence[Response], shape: Shape) -> list[Row]:
 
 
 def lay_out(responses: Sequence[Response], rows: Sequence[Row], shape: Shape) -> Layout:
-    """Return the arrays of one micro-batch of `plan`; rows that it does not fill are padding."""
+    """Return the arrays of one micro-batch of `plan`; unfilled rows are padding."""
     from reprise.models.attention import Packing
 
     T, zeros_5BT = shape.length, np.zeros((5, shape.rows, shape.length), np.int32)

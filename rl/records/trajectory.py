@@ -1,6 +1,6 @@
-"""Requests in, trajectories out: the plain host-side records of a rollout.
+"""Requests and trajectories: the plain host-side records of a rollout.
 
-A trajectory is a function of (policy, step key, request, sampling) alone.
+A trajectory is a function of (policy, step key, request, sampling) only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Prompt = tuple[int, ...]  # token ids
 class Origin(enum.IntEnum):
     """The source of a response token."""
 
-    PLAIN = 0  # drawn at the root of a tree that held no draft
+    PLAIN = 0  # drawn at the root of a tree without drafts
     ACCEPTED = 1  # a draft that equalled the draw
     BONUS = 2  # the draw at the last accepted node of a tree with drafts
     REUSED = 3  # taken over from an earlier rollout
@@ -36,16 +36,16 @@ class FinishReason(enum.StrEnum):
 
 
 class NonFiniteLogits(RuntimeError):
-    """Logits of a response are not finite: no token can be drawn from them."""
+    """The logits of a response are not finite, so no token can be drawn from them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
     """One response to be generated.
 
-    `request_id` modulo 2³¹ names the noise; ids are unique within a call. `sampling` of None is the
-    rollout's, whose scheme of draws all requests have. `cached` is an earlier response to the same
-    prompt, whose prefix may be reused.
+    `request_id` modulo 2³¹ selects the noise; ids are unique within a call. If `sampling` is None,
+    the sampling of the rollout applies; the scheme of draws is the same for all requests of a
+    rollout. `cached` is an earlier response to the same prompt; its prefix may be reused.
     """
 
     request_id: int
@@ -56,10 +56,10 @@ class Request:
     cached: CachedResponse | None = None
     sampling: SamplingConfig | None = None
     begun: tuple[int, ...] = ()  # tokens drawn with the same noise and older weights
-    adapter: int = 0  # its place among the rollout's is `adapter` modulo their number
+    adapter: int = 0  # index of its adapter in the rollout, modulo their number
 
     def limit(self, sampling: SamplingConfig) -> int:
-        """Return the maximum length of its response, in a rollout of this sampling."""
+        """Return the maximum length of the response, in a rollout with this sampling."""
         return self.max_new_tokens or (self.sampling or sampling).max_new_tokens
 
 
@@ -67,10 +67,10 @@ class Request:
 class Trajectory:
     """One finished response, with the data that training needs.
 
-    `response_ids` int32 [n] include the end token; `logprobs` float32 [n] are of the processed
+    `response_ids` int32 [n] include the end token. `logprobs` float32 [n] are of the processed
     distribution (after temperature, top-k and top-p) in the pass that emitted or verified the
-    token; `emission_logprobs` of the policy that drew it, of version `policy_versions` int32 [n];
-    `origins` uint8 [n] hold `Origin` values.
+    token. `emission_logprobs` are under the policy that drew the token, with version
+    `policy_versions` int32 [n]. `origins` uint8 [n] hold `Origin` values.
     """
 
     request_id: int
@@ -99,7 +99,7 @@ class Trajectory:
 class Prefix:
     """The response tokens that a request starts with; arrays as in `Trajectory`.
 
-    `finish_reason` is set if the response ends with them.
+    `finish_reason` is set if these tokens complete the response.
     """
 
     response_ids: np.ndarray
@@ -113,7 +113,7 @@ class Prefix:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostKv:
-    """A cache's entries of one request's tokens but the last: host arrays without a slot axis."""
+    """Cache entries for all tokens of a request but the last: host arrays without a slot axis."""
 
     entries: KVCache
 
@@ -128,9 +128,10 @@ class HostKv:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PartialRequest:
-    """A request with its response so far, which may get `max_tokens` more in its row (None: all).
+    """A request with its response so far, which its row may extend by `max_tokens` tokens.
 
-    Without `kv` keys and values are recomputed.
+    If `max_tokens` is None, the row may finish the response. Without `kv`, the keys and values are
+    recomputed.
     """
 
     request: Request
@@ -145,7 +146,7 @@ class PartialRequest:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Prompt and response so far."""
+        """The tokens of the prompt and of the response so far."""
         if self.prefix is None:
             return self.request.prompt_ids
         return (*self.request.prompt_ids, *self.prefix.response_ids.tolist())
@@ -156,7 +157,7 @@ class PartialRequest:
 
 
 def of_prefix(request: Request, prefix: Prefix) -> Trajectory:
-    """Return the trajectory of a request whose whole response is its prefix."""
+    """Return the trajectory of a request that its prefix completes."""
     assert prefix.finish_reason is not None, "the response has not ended"
     arrays = {k: v for k, v in vars(prefix).items() if k != "reused_tokens"}
     names = request.request_id, request.group_id, request.sample_index
@@ -165,7 +166,7 @@ def of_prefix(request: Request, prefix: Prefix) -> Trajectory:
 
 
 def check_finite(t: Trajectory) -> None:
-    """Raise NonFiniteLogits for a response that ended because its logits are not finite."""
+    """Raise NonFiniteLogits if the response stopped because its logits are not finite."""
     if t.finish_reason is FinishReason.NOT_FINITE:
         raise NonFiniteLogits(
             f"request {t.request_id} (group {t.group_id}, sample {t.sample_index}): the policy's "
@@ -176,14 +177,14 @@ def check_finite(t: Trajectory) -> None:
 
 
 def longest_tokens(requests: Sequence[Request], sampling: SamplingConfig) -> int:
-    """Return the tokens of the longest request of a rollout: prompt, and response at most."""
+    """Return the maximum length of the longest request of a rollout: prompt and response tokens."""
     return max((len(r.prompt_ids) + r.limit(sampling) for r in requests), default=0)
 
 
 def check_requests(
     model: ModelConfig, requests: Sequence[Request], sampling: SamplingConfig
 ) -> None:
-    """Raise ValueError for requests that cannot run in a rollout of this sampling."""
+    """Raise ValueError for requests that cannot run in a rollout with this sampling."""
     samplings = {sampling, *(r.sampling for r in requests if r.sampling is not None)}
     if outside := [i for s in samplings for i in s.stop_ids if i >= model.vocab_size]:
         raise ValueError(

@@ -22,7 +22,10 @@ SUMS = {
 
 
 def comparison(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """Return a row per run of several: sums over common steps, mean reward, last evaluations."""
+    """Return a row per run, [] for one run: sums over common steps, mean reward, last evaluations.
+
+    The sums and the mean reward cover the steps that all runs have.
+    """
     if len(runs) < 2:
         return []
     common = set.intersection(*(set(run.steps.tolist()) for run in runs))
@@ -35,7 +38,7 @@ def comparison(runs: Sequence[Run]) -> list[dict[str, str]]:
     ]
 
 
-Value = tuple[float, str]  # and its interval as text
+Value = tuple[float, str]  # a number, and its interval as text
 
 
 def _values(run: Run, common: set[float]) -> dict[str, Value]:

@@ -20,14 +20,14 @@ _FIGURE = re.compile(r"eval/(?:([A-Za-z0-9_-]{1,100})/)?(mean_reward|pass@[0-9]{
 
 
 def figures_of(run: Run) -> dict[str, list[str]]:
-    """Return the figures of each evaluated set of a run, all sets together last."""
+    """Return the figure names of each evaluated set of a run; all sets together come last."""
     names = {name for row in run.evals for name in row}
     matches = [match for name in sorted(names) if (match := _FIGURE.fullmatch(name))]
     figures: dict[str, list[str]] = {}
     for match in sorted(matches, key=lambda m: (m[1] is None, m[1] or "")):
         if np.isfinite(run.eval_series(match[0])).any():
             figures.setdefault(match[1] or ALL, []).append(match[2])
-    if len(figures) == 2 and ALL in figures:  # the same figures
+    if len(figures) == 2 and ALL in figures:  # which are equal
         del figures[ALL]
     return dict(list(figures.items())[-MAX_SETS:])
 
@@ -42,7 +42,7 @@ def with_bounds(run: Run, name: str, figure: str) -> list[np.ndarray]:
 
 
 def eval_table(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """Return a row per run, set and figure: before and after training, and the best."""
+    """Return a row per run, set and figure, with values before and after training, and the best."""
     rows = []
     figures = [(r, name, f) for r in runs for name, fs in figures_of(r).items() for f in fs]
     for run, name, figure in figures:
@@ -68,7 +68,7 @@ def eval_table(runs: Sequence[Run]) -> list[dict[str, str]]:
 
 @dataclasses.dataclass(frozen=True)
 class EvalCurves:
-    """A panel of the mean reward of evaluations: by set for one run, else by run."""
+    """A panel of the mean reward in evaluations, by set for one run, otherwise by run."""
 
     file: str = "evaluation.png"
     title: str = "Evaluation"
@@ -104,6 +104,6 @@ class EvalCurves:
         if len(runs) == 1:
             sets = [n for n, figures in figures_of(runs[0]).items() if "mean_reward" in figures]
             return [(runs[0], name, plain_text(name or "all sets", 30)) for name in sets]
-        # a run of one set has no line for all of them
+        # `figures_of` leaves out ALL for a run of one set
         of_all = [(run, ALL, plain_text(run.label, 30)) for run in runs]
         return [c for c in of_all if np.isfinite(c[0].eval_series("eval/mean_reward")).any()]

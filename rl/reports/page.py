@@ -1,6 +1,6 @@
-"""The page of a report: one HTML file that holds its pictures, table and samples.
+"""The HTML page of a report: a single file with pictures, tables and samples.
 
-Everything that a run wrote is escaped, and the page's policy allows only the script below.
+All text from runs is escaped, and the content security policy allows only the script below.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from reprise.rl.reports.style import number
 
 MAX_TEXT_CHARS = 20_000
 PREVIEW_CHARS = 110
-# Controls beyond ASCII's, and marks that change the direction of what follows.
+# Control characters beyond ASCII, and marks that change the direction of text.
 _INVISIBLE = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _NAME_COLUMNS = ("metric", "set", "run")
 _IN_SUMMARY = ("step", "set", "prompt", "completion", "reward", "advantage", "finish_reason")
@@ -44,7 +44,7 @@ pre { background: #f6f6f9; padding: 8px; white-space: pre-wrap; font-size: 13px;
 .good { color: #00694a; } .bad { color: #b3261e; }
 """
 
-# The viewer's filters: run, step, text; nothing is fetched or stored.
+# Filters of the viewer by run, step and text; nothing is fetched or stored.
 _SCRIPT = """
 "use strict";
 const samples = [...document.querySelectorAll("details.sample")];
@@ -131,7 +131,7 @@ def page(
 
 
 def _table(rows: Sequence[Mapping[str, str]], several: bool) -> str:
-    """Return a table, with the column of runs if there are several."""
+    """Return a table, with a column of runs if `several`."""
     if not rows:
         return ""
     columns = {c: ' class="name"' * (c in _NAME_COLUMNS) for c in rows[0] if several or c != "run"}
@@ -212,7 +212,7 @@ def _value(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value as HTML text: escaped, control characters visible, cut if it is long."""
+    """Return a value as escaped HTML text, with visible control characters, truncated if long."""
     text = str(value)
     cut = len(text) - MAX_TEXT_CHARS
     if cut > 0:

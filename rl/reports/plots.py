@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 OVERVIEW_FILE = "report.png"
 
-# Of the parts of a step: rollout, reward, score, update, checkpoint, then any others.
+# Colors of the parts of a step: rollout, reward, score, update, checkpoint, then other parts.
 PART_COLORS = ("#4477AA", "#CCBB44", "#66CCEE", "#EE6677", "#AA3377", "#228833", "#997700")
 OTHER_COLOR = "#BBBBBB"
 BANDIT, SHARE = "bandit/", "/share"
-MAX_ARMS = len(style.RUN_COLORS) - 1  # the last color is of all others
+MAX_ARMS = len(style.RUN_COLORS) - 1  # the last color is for all other arms
 
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A panel of one metric over steps; `band` names the metrics of its lower and upper bound."""
+    """A panel of one metric over steps; `band` names the metrics of the lower and upper bounds."""
 
     file: str
     title: str
@@ -37,7 +37,7 @@ class Curve:
     metric: str
     caption: str
     band: tuple[str, str] | None = None
-    hides_zeros: bool = False  # a panel of zeros alone brings nothing
+    hides_zeros: bool = False  # hide a panel that has only zeros
 
     def shown(self, runs: Sequence[Run]) -> bool:
         values = [run.series(self.metric) for run in runs]
@@ -54,7 +54,7 @@ class Curve:
             if len(runs) == 1 and bounds:
                 edge = {"edgecolor": color, "linewidth": 6} if len(steps) == 1 else {"linewidth": 0}
                 ax.fill_between(steps, *bounds, facecolor=color, alpha=0.13, **edge)
-            else:  # shades of several runs would cover each other
+            else:  # shaded areas of several runs would cover each other
                 for bound in bounds:
                     ax.plot(steps, trailing_mean(bound, window), ":", color=color, linewidth=0.9)
             marker = "o" if len(steps) <= 15 else None
@@ -69,17 +69,17 @@ class Curve:
         step_axis(ax)
         if max(map(abs, ax.get_ylim())) >= 1000:
             ax.yaxis.set_major_formatter("{x:,.0f}")
-        # a metric that ends early keeps the axis of the other panels
+        # a metric that stops early keeps the axis of the other panels
         steps = np.concatenate([run.steps for run in runs])
         margin = 0.02 * np.ptp(steps) or 0.5
         ax.set_xlim(steps.min() - margin, steps.max() + margin)
         if not any(np.nan_to_num(run.series(self.metric)).any() for run in runs):
-            ax.set_ylim(0, 1)  # zeros are drawn on the axis, not in the middle of a band
+            ax.set_ylim(0, 1)  # draw zeros on the axis, not in the middle of a band
 
 
 @dataclasses.dataclass(frozen=True)
 class BanditArms:
-    """A panel of the share of decisions that each arm of a bandit had in a step, of one run."""
+    """A panel of the share of decisions by bandit arm in each step of one run."""
 
     file: str = "bandit.png"
     title: str = "Bandit's choices"
@@ -136,7 +136,7 @@ class TimeSplit:
             look = {"color": part_color(name, index), "label": plain_text(name, 24)}
             ax.stairs(base + seconds, edges, baseline=base, fill=True, **look)
             base = base + seconds
-        # A first step that compiles would make all others look flat.
+        # A first step with compilation would make all other steps look flat.
         ordinary = ordinary_steps(base)
         above = np.flatnonzero(~ordinary)
         if len(above) and base[ordinary].max() > 0:
@@ -227,17 +227,17 @@ CAPTIONS = {panel.file: panel.caption for panel in PANELS}
 
 
 def draw(runs: Sequence[Run], smooth_steps: int | None = None) -> dict[str, bytes]:
-    """Return PNGs by file name: the overview, then each panel that some run has data for.
+    """Return PNG images by file name: the overview, then each panel with data of some run.
 
-    Curves are means of `smooth_steps` steps over the raw values; 1 is off, None depends on the
-    length of the runs. {} if no run has anything to show.
+    Curves are means over `smooth_steps` steps, drawn over the raw values; 1 is off, None depends on
+    the length of the runs. Return {} if no run has data.
     """
     import matplotlib
 
     panels = [panel for panel in PANELS if panel.shown(runs)]
     if not panels:
         return {}
-    # One window for all runs, so that they can be compared; a short run is not smoothed.
+    # One window for all runs, so that curves are comparable; short runs are not smoothed.
     num_steps = max(len(run.rows) for run in runs)
     window = smooth_steps or (1 if num_steps < 40 else max(3, num_steps // 25))
     with matplotlib.rc_context(style.STYLE):
@@ -265,7 +265,7 @@ def _figure(panels: Sequence[Panel], runs: Sequence[Run], window: int, columns: 
         lines_of_runs = [Line2D([], [], color=c, linestyle=s, linewidth=2.2) for c, s in looks]
         names = [plain_text(run.label, 40) for run in runs]
         ncols = min(len(runs), 2 * columns)
-        above = "outside upper left"  # titles of neighbors stay in line
+        above = "outside upper left"  # titles of neighbors stay aligned
         figure.legend(lines_of_runs, names, loc=above, ncols=ncols, labelcolor=INK)
     elif columns > 1:
         look = {"x": 0.012, "ha": "left", "fontsize": 13, "color": INK, "weight": "bold"}
@@ -276,7 +276,7 @@ def _figure(panels: Sequence[Panel], runs: Sequence[Run], window: int, columns: 
 
 
 def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the means of the finite among the last `window` values, nan if none is; [n]."""
+    """Return trailing means over finite values, nan for a window without finite values; [n]."""
     ones = np.ones(min(window, len(values)))
     finite = np.isfinite(values)
     sums = np.convolve(np.where(finite, values, 0.0), ones)[: len(values)]
@@ -285,7 +285,7 @@ def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def arm_shares(run: Run) -> dict[str, np.ndarray]:
-    """Return the percentages of decisions by step of the most frequent arms; others together."""
+    """Return the percentage of decisions by step for each frequent arm, and for all `others`."""
     names = {n for row in run.rows for n in row if n.startswith(BANDIT) and n.endswith(SHARE)}
     shares = {name: 100 * np.nan_to_num(run.series(name)) for name in sorted(names)}
     ordered = sorted(shares, key=lambda name: -shares[name].sum())
@@ -307,7 +307,7 @@ def part_color(part: str, index: int) -> str:
 
 
 def split(run: Run, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the seconds by part, float64 [rows]; the rest is `other` if it is over 1%."""
+    """Return the seconds by part, float64 [rows]; the rest is `other` if above 1%."""
     parts = {name.removeprefix("time/"): np.nan_to_num(run.series(name)) for name in names}
     step_s = np.nan_to_num(run.series("step_time"))
     other_s = step_s - sum(parts.values())
@@ -324,5 +324,5 @@ def mean_split(run: Run, names: Sequence[str]) -> dict[str, float]:
 
 
 def ordinary_steps(step_s: np.ndarray) -> np.ndarray:
-    """Mask the steps of at most 3 times the median, bool [rows]; one that compiles takes more."""
+    """Return a mask of steps up to 3 times the median, bool [rows]; compilation takes longer."""
     return step_s <= 3 * np.median(step_s)

@@ -1,4 +1,4 @@
-"""The runs of a report: their metrics as columns, and a summary of each."""
+"""The runs of a report: metrics as columns, and a summary of each run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reprise.rl.runtime.run_files import EVAL_SAMPLES_FILE, METRICS_FILE, SAMPLE
 
 MAX_DRAWN = 1e100  # of a metric: matplotlib adds and squares values for its axes
 TIME_PARTS = [f"time/{part}" for part in ("rollout", "reward", "score", "update", "checkpoint")]
-# Metrics of the summary; +: the highest value is the best, -: the lowest.
+# Metrics of the summary. With + the highest value is best, with - the lowest.
 SUMMARIZED = (
     *("reward_std", "-rewards/failures", "-frac_reward_zero_std", "completions/mean_length"),
     *("-completions/clipped_ratio", "entropy", "kl", "clip_ratio/region_mean", "grad_norm"),
@@ -28,14 +28,14 @@ SUMMARIZED = (
 
 
 class ReportError(ValueError):
-    """A run that cannot be reported on; the message says why."""
+    """A report on this run is impossible; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run folder, read: rows by ascending step, samples in the order written.
+    """The content of a run folder: rows by ascending step, samples in the order written.
 
-    `evals` are the rows with an evaluation. The one before training is not among `rows`.
+    `evals` are the rows with an evaluation. The evaluation before training is not among `rows`.
     """
 
     label: str
@@ -50,15 +50,15 @@ class Run:
 
     @property
     def steps(self) -> np.ndarray:
-        """float64 [rows]."""
+        """The step of each row; float64 [rows]."""
         return self.series("step")
 
     def series(self, metric: str) -> np.ndarray:
-        """float64 [rows]; nan if a row lacks the metric or holds null."""
+        """Return a metric, float64 [rows]; nan if a row lacks the metric or holds null."""
         return _series(self.rows, metric)
 
     def eval_series(self, metric: str) -> np.ndarray:
-        """float64 [evals]; nan if an evaluation lacks the metric."""
+        """Return a metric, float64 [evals]; nan if an evaluation lacks the metric."""
         return _series(self.evals, metric)
 
     def has(self, metric: str) -> bool:
@@ -74,7 +74,7 @@ class Run:
 def load_runs(paths: Sequence[str | Path]) -> list[Run]:
     """Load the runs of run folders (or metrics.jsonl files).
 
-    Raises ReportError for a folder without metrics, or with no row yet.
+    Raises ReportError for a folder without metrics, or without rows.
     """
     folders = [Path(path).parent if Path(path).is_file() else Path(path) for path in paths]
     return [_load(*each) for each in zip(folders, run_labels(folders), strict=True)]
@@ -86,7 +86,7 @@ def _load(folder: Path, label: str) -> Run:
             f"{folder}: no {METRICS_FILE} here; give the folder of a run (Run.directory)"
         )
     torn = list[str]()
-    # the last row of a step counts
+    # keep the last row of each step
     by_step = {row["step"]: row for row in read_metrics(folder, torn.append)}
     ordered = [by_step[step] for step in sorted(by_step)]
     rows = step_rows(ordered)
@@ -106,7 +106,7 @@ def _load(folder: Path, label: str) -> Run:
 
 
 def run_labels(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that distinguish the runs."""
+    """Return the shortest path suffixes that distinguish the runs."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         labels = ["/".join(p[-length:]) for p in parts]
@@ -116,7 +116,7 @@ def run_labels(folders: Sequence[Path]) -> list[str]:
 
 
 def summary_table(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """Return a row per metric, in a fixed order, and run: its first, last and best values."""
+    """Return a row per metric (in a fixed order) and run, with first, last and best values."""
     names = {name for run in runs for row in run.rows for name in row}
     rewards = sorted(n for n in names if n.startswith("rewards/") and n.endswith("/mean"))
     table = []

@@ -1,4 +1,4 @@
-"""The style that all pictures of a report share: colors, lines, labels, axes."""
+"""The common style of all pictures of a report: colors, lines, labels, axes."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ STYLE = {
     "ytick.color": FAINT,
     "legend.frameon": False,
     "figure.dpi": 130,
-    "text.parse_math": False,  # names come from outside: `$` is a letter
+    "text.parse_math": False,  # names are untrusted, so `$` is a plain letter
 }
 
 
 def run_look(index: int) -> tuple[str, str]:
-    """Return color and line style of the index-th run: equal curves show through each other."""
+    """Return the color and line style of a run; equal curves stay visible under each other."""
     return RUN_COLORS[index % len(RUN_COLORS)], RUN_STYLES[index % len(RUN_STYLES)]
 
 
 def plain_text(text: str, limit: int) -> str:
-    """Return a label that matplotlib shows literally, cut at its front (ends distinguish runs)."""
+    """Return a label that matplotlib shows literally, cut at the front since suffixes differ."""
     clean = "".join(c if c.isprintable() else "?" for c in text)
     short = clean if len(clean) <= limit else "…" + clean[1 - limit :]
     # a leading `_` would hide the label from legends
@@ -64,7 +64,7 @@ def step_axis(ax: Any, label: str = "training step") -> None:
 
 
 def titles(ax: Any, title: str, note: str = "") -> None:
-    """Write the title of a panel, and a faint note at its right."""
+    """Write the title of a panel, and a faint note on the right."""
     ax.set_title(title)
     ax.set_title(note, loc="right", color=FAINT, fontsize=8, weight="normal")
 

@@ -1,4 +1,4 @@
-"""The picture of one rollout: when each request ran, among how many, and how fast."""
+"""The picture of one rollout: when and how fast each request ran, and how many were alive."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BAR_LABELS = ("1 token per round", "2", "3–4", "5–8", "9 or more")
 
 @dataclasses.dataclass(frozen=True)
 class RolloutTimeline:
-    """A panel of the last recorded rollout: for one run a bar per request, else those alive."""
+    """A panel of the last recorded rollout: a bar per request of one run, or requests alive."""
 
     file: str = "rollout.png"
     title: str = "Rollout"
@@ -78,7 +78,7 @@ class RolloutTimeline:
 
 
 def request_lines(rounds: Sequence[RoundRecord]) -> dict[int, int]:
-    """Return the line of each request id: ordered by first round, then by last."""
+    """Return the line of each request id, ordered by first round, then by last round."""
     ends: dict[int, tuple[int, int]] = {}
     for i, r in enumerate(rounds):
         for request_id in r.request_ids_A.tolist():
@@ -92,7 +92,7 @@ def bar_color(tokens: int) -> str:
 
 
 def requests_alive(rounds: Sequence[RoundRecord]) -> tuple[list[float], list[int]]:
-    """Return seconds since the start of the rollout, and the number of requests alive from then on.
+    """Return times since the start of the rollout, and the number of requests alive from each time.
 
     A request is alive from its first round to its last, on any worker.
     """

@@ -1,4 +1,4 @@
-"""The picture of a run's workers: their busy times by version of the weights, joins and losses."""
+"""The picture of the workers of a run: busy times by weight version, joins and losses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from reprise.rl.reports.runs import Run
 
 Span = tuple[float, float]
-MAX_NAMED = 16  # lanes with the worker's name each
+MAX_NAMED = 16  # lanes with worker names
 MAX_LEGEND = len(RUN_COLORS)  # versions
 BINS = 900  # of the time axis
 IDLE_COLOR, JOINED_COLOR, LOST_COLOR = "#E9E9E9", "#1B7837", "#B2182B"
@@ -25,7 +25,7 @@ IDLE_COLOR, JOINED_COLOR, LOST_COLOR = "#E9E9E9", "#1B7837", "#B2182B"
 
 @dataclasses.dataclass(frozen=True)
 class Lanes:
-    """Steps of a run on one axis: each leg follows the one before without a gap."""
+    """Steps of a run on one time axis; each leg follows the previous leg without a gap."""
 
     parts: list[WorkerPart]
     events: list[WorkerEvent]
@@ -40,7 +40,7 @@ class Lanes:
 
     @functools.cached_property
     def colors(self) -> dict[int, str]:
-        """Colors of the weights' versions, in order; they repeat."""
+        """Colors by weight version, in order and with repetition."""
         versions = sorted({part.version for part in self.parts})
         return {v: RUN_COLORS[i % len(RUN_COLORS)] for i, v in enumerate(versions)}
 
@@ -50,7 +50,7 @@ class Lanes:
 
     @functools.cached_property
     def late(self) -> list[WorkerEvent]:
-        """The joins after the first round of their leg."""
+        """Joins after the first round of a leg."""
         rounds_s = np.sort([start_s for part in self.parts for start_s, _ in part.busy_s])
         late = []
         for event in (e for e in self.events if e.kind == "joined"):
@@ -61,7 +61,7 @@ class Lanes:
         return late
 
     def present_s(self) -> dict[str, list[Span]]:
-        """Return when each worker was present; a resumed run has none of the workers of before."""
+        """Return the spans when each worker was present; a resumed run has new workers."""
         spans: dict[str, list[Span]] = {name: [] for name in self.lane_of}
         for name, own in spans.items():
             changes = [(e.at_s, e.kind == "joined") for e in self.events if e.name == name]
@@ -78,7 +78,7 @@ class Lanes:
 
 @dataclasses.dataclass(frozen=True)
 class WorkersTimeline:
-    """A panel of the workers: for one run a lane each, for several runs the number at work."""
+    """A panel of the workers: a lane per worker of one run, or the number of busy workers."""
 
     file: str = "workers.png"
     title: str = "Workers"
@@ -184,12 +184,12 @@ def lanes_of(rows: Sequence[WorkerStep]) -> Lanes:
 
 
 def workers_busy(lanes: Lanes) -> tuple[np.ndarray, np.ndarray]:
-    """Return times, and the mean number of busy workers around each; float64 [BINS] each."""
+    """Return times, and the mean number of busy workers around each time; float64 [BINS] each."""
     edges = np.linspace(0, lanes.end_s, BINS + 1)
     spans = np.array([span for part in lanes.parts for span in part.busy_s]).reshape(-1, 2)
 
     def elapsed_s(points: np.ndarray) -> np.ndarray:
-        """Return at each edge the seconds since each earlier point, summed."""
+        """Return, for each edge, the sum of the seconds since all earlier points."""
         sums = np.concatenate([[0.0], np.cumsum(np.sort(points))])
         counts = np.searchsorted(np.sort(points), edges)
         return counts * edges - sums[counts]

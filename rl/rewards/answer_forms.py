@@ -1,4 +1,4 @@
-"""Forms of an expected answer: right ones, which a reward should pay, and wrong ones."""
+"""Forms of an expected answer: right forms, which a reward should pay, and wrong forms."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _PLAIN_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
 
 class Form(NamedTuple):
-    """A response to score; `kind` names a wrong one in messages."""
+    """A response to score; `kind` names a wrong response in messages."""
 
     text: str
     kind: str = ""
 
 
 class Core(NamedTuple):
-    """The part of an expected answer that a response should give, and its marker, if it has one."""
+    """The part of an expected answer that a response should give, and its marker or None."""
 
     text: str
     marker: str | None = None
 
 
 def find_core(answer: str, extract: str) -> Core:
-    """Return the answer inside of a solution; the marker of `extract` first."""
+    """Return the answer inside a solution, trying the marker of `extract` first."""
     for name in sorted(MARKERS, key=lambda name: name != extract):
         if MARKERS[name] in answer and (inner := extract_answer(name, answer)):
             return Core(inner, name)
@@ -39,7 +39,7 @@ def find_core(answer: str, extract: str) -> Core:
 
 
 def right_forms(core: str, extract: str) -> list[Form]:
-    """Return responses that give the answer, the one by the convention `extract` first."""
+    """Return responses that give the answer; the first follows the convention `extract`."""
     texts = [with_marker(extract, core), core, _SENTENCE.format(core)]
     texts += [with_marker(name, core) for name in MARKERS]
     texts += [f"```\n{core}\n```"] if "\n" in core else []
@@ -50,7 +50,7 @@ def right_forms(core: str, extract: str) -> list[Form]:
 
 
 def wrong_forms(example: Example, core: str, other: str | None, extract: str) -> list[Form]:
-    """Return responses that do not give the answer; `other` is another example's."""
+    """Return responses that do not give the answer; `other` is the answer of another example."""
     forms = [] if other is None else other_forms(other, extract)
     if (number := _larger(core)) is not None:
         name = f"{number} for {core[:40]}"
@@ -63,18 +63,18 @@ def wrong_forms(example: Example, core: str, other: str | None, extract: str) ->
 
 
 def other_forms(other: str, extract: str) -> list[Form]:
-    """Return another example's answer by the convention `extract`, and alone."""
+    """Return the answer of another example by the convention `extract`, and as plain text."""
     return [Form(text, OTHER) for text in dict.fromkeys([with_marker(extract, other), other])]
 
 
 def differ(one: str, other: str) -> bool:
-    """Return whether two answers are surely different: numbers, or words."""
+    """Return whether two answers surely differ: both are numbers or words, and not equal."""
     values: list[Plain | None] = [plain_value(one), plain_value(other)]
     return None not in values and values[0] != values[1]
 
 
 def _larger(core: str) -> str | None:
-    """Return a wrong number that ends as a number does: 1,072 for 72, 7 for -7."""
+    """Return a wrong number with the same last digits: 1,072 for 72, 7 for -7."""
     value = written_numbers.read(core)
     if value is not None and value < 0:
         return written_numbers.to_text(-value)

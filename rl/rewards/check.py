@@ -1,7 +1,7 @@
-"""A check of the rewards before a run: right answers are paid, and wrong ones are not.
+"""A check of the rewards before a run: right answers are paid, and wrong answers are not.
 
-Expected answers, in several forms, are scored as a run scores responses: encoded, decoded, and
-sent to the reward workers. rl.rewards.findings makes sentences of the scores.
+Expected answers, in several forms, are scored as a run scores responses: encoded, decoded, and sent
+to the reward workers. rl.rewards.findings turns the scores into messages.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def check_rewards(
 ) -> list[str]:
     """Score expected answers in several forms; return warnings.
 
-    Of more than `max_rows` examples it takes a sample. Raises ValueError if a function fails on the
-    first example, or if no response can have any answer.
+    If there are more than `max_rows` examples, a sample is checked. Raises ValueError if a function
+    fails on the first example, or if no response can match any answer.
     """
     numbers = [0, *random.Random(0).sample(range(1, len(task)), min(len(task), max_rows) - 1)]
     examples = {number: task[number] for number in sorted(numbers)}  # files are read in order
     rows = [_row(config, number, examples[number]) for number in numbers]
     answered = _with_others([row for row in rows if row.example.answer is not None])
     try:
-        workers = min(config.workers, 1 + len(answered) // _ROWS_PER_WORKER)  # each takes seconds
+        workers = min(config.workers, 1 + len(answered) // _ROWS_PER_WORKER)  # slow to start
         specs = dict.fromkeys(row.example.spec or row.example.task for row in rows)
         with RewardPool(dataclasses.replace(config, workers=workers), tuple(specs)) as pool:
             checker = _Checker(config, pool, read)
@@ -64,7 +64,7 @@ def _row(config: RewardConfig, index: int, example: Example) -> Row:
 
 
 def _with_others(rows: Sequence[Row]) -> list[Row]:
-    """Give each row the one before it whose answer differs."""
+    """Give each row a nearby preceding row with a different answer, or None."""
     result = []
     for place, row in enumerate(rows):
         before = (rows[place - 1 - back] for back in range(min(len(rows) - 1, 8)))
@@ -88,18 +88,18 @@ def _shape(row: Row) -> str:
 
 
 class _TimeIsUp(Exception):
-    """The check has taken long enough."""
+    """The time limit of the check has passed."""
 
 
 class _Checker:
-    """Scores the forms of answers, for as long as there is time."""
+    """Scores the forms of answers until the time limit."""
 
     def __init__(self, config: RewardConfig, pool: RewardPool, read: Reader) -> None:
         self._config, self._pool, self._read = config, pool, read
         self._end_s = 0.0
-        # the others pay for nothing but equal text, or have tested verifiers
+        # `task` and `exact_match` pay only for equal text, or have tested verifiers
         self._needs_wrong = any(name not in ("task", "exact_match") for name in config.functions)
-        # math_verify reads an answer only if a response differs: a probe for answers of one shape
+        # math_verify reads an answer only if a response differs, so each answer shape gets a probe
         self._reads_answers = "math_verify" in config.functions
         self._probe = Form(with_marker(config.extract, "? ?"), "no answer")
         self._probes = dict[str, Scored]()
@@ -117,7 +117,7 @@ class _Checker:
             )
 
     def scored(self, rows: Sequence[Row]) -> Iterator[Scored]:
-        """Yield rows with their scores, as many as there is time for."""
+        """Yield rows with their scores until the time limit."""
         self._end_s = time.monotonic() + _LIMIT_S
         for start in range(0, len(rows), _BATCH_ROWS):
             try:
@@ -126,7 +126,10 @@ class _Checker:
                 return
 
     def _batch(self, batch: list[Scored]) -> list[Scored]:
-        """Score the likeliest right form and the wrong ones, then other forms if that is unpaid."""
+        """Score the likeliest right form and the wrong forms, then the other right forms.
+
+        The other right forms are scored only if the likeliest is unpaid.
+        """
         forms = {s: right_forms(s.row.core.text, self._config.extract) for s in batch}
         self._score([(s, right[:1], self._wrong(s)) for s, right in forms.items()])
         unpaid = [s for s in batch if not all(map(s.is_paid, self._config.names))]
@@ -152,7 +155,7 @@ class _Checker:
             s.wrong |= dict(zip(wrong, scores[len(right) :], strict=True))
 
     def _send(self, row: Row, right: list[Form], wrong: list[Form]) -> list[Future[list[Score]]]:
-        # wrong ones are wrong whatever the tokenizer makes of them
+        # wrong responses stay wrong whatever the tokenizer does to the text
         texts = [*(self._as_read(row, form) for form in right), *(form.text for form in wrong)]
         if self._config.per == "group":
             return [self._submit(row, texts)] if texts else []

@@ -22,20 +22,21 @@ _EXPECTED = f"one of {', '.join(BUILT_IN)} or PATH.py:function"
 class RewardConfig:
     """Section `Reward`.
 
-    functions: `task` (the task's own verifier), `exact_match`, `math_verify`, or
+    functions: `task` (the verifier of the task), `exact_match`, `math_verify`, or
       `PATH.py:function` with the signature
       `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
-    weights: one per function; empty means all ones.
-    per: `response` scores each as it ends, in lists of one entry; `group` all responses to a
-      prompt in one call, once the last has ended. Functions may be async.
+    weights: a weight per function; empty means 1 for every function.
+    per: `response` scores each response as it finishes, in lists of one entry; `group` scores all
+      responses to a prompt in one call, once the last has finished. Functions may be async.
     extract: how the built-in functions find the answer in a completion (rl.data.answers).
     deadline_s: time to score one response, or one group, with all functions.
     on_failure: if a scorer raises, hangs, dies or returns nonsense, its sample is left out of the
-      advantages (`skip`), or its reward is 0 (`zero`); 0 counts only in a group whose other
-      rewards differ, so that no group is trained on because a reward failed.
-    max_failed_share: more failed samples than this share of a step, and more than one, end the
+      advantages (`skip`), or its reward is 0 (`zero`); 0 counts only in a group with other
+      rewards that differ, so that no group is trained on because a reward failed.
+    max_failed_share: more failed samples than this share of a step, and more than one, stop the
       run; the last whole step is saved.
-    max_failing_steps: so do as many steps in a row with more than 1% failed samples.
+    max_failing_steps: this number of consecutive steps with more than 1% failed samples stops the
+      run too.
     memory_limit_mib: address space of each worker; libraries reserve more than they use. None
       means no limit.
     """
@@ -99,7 +100,7 @@ class RewardConfig:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The functions' names in metrics: `f` for `PATH.py:f`, unless another is called f too."""
+        """Function names in metrics: `f` for `PATH.py:f`, unless two functions are called f."""
         short = [function.rpartition(":")[2] for function in self.functions]
         pairs = zip(short, self.functions, strict=True)
         return tuple(name if short.count(name) == 1 else function for name, function in pairs)
@@ -119,7 +120,7 @@ def split_user_function(function: str) -> tuple[Path, str]:
 
 
 def validate(config: RewardConfig) -> None:
-    """Check that every function's file or package is there, without running any user code."""
+    """Check that the file or package of every function exists, without running user code."""
     for function in config.functions:
         if function == "math_verify" and importlib.util.find_spec("math_verify") is None:
             raise ImportError(
@@ -133,6 +134,6 @@ def validate(config: RewardConfig) -> None:
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Return a hint for an error message, or nothing."""
+    """Return a hint for an error message, or an empty text."""
     close = difflib.get_close_matches(name, choices, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,4 +1,4 @@
-"""Findings of the check before a run: scores of the forms of answers in, sentences out."""
+"""Findings of the check before a run: messages from the scores of answer forms."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Reading(NamedTuple):
     change: str = ""
 
 
-Reader = Callable[[str, str], Reading]  # of a response's text, and the name of its task
+Reader = Callable[[str, str], Reading]  # takes the text of a response, and the name of its task
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Row:
-    """An example, its answer, and another example whose answer is surely different."""
+    """An example, its answer, and another example with a surely different answer."""
 
     index: int
     example: Example
@@ -39,25 +39,28 @@ class Row:
 
 @dataclasses.dataclass(eq=False)
 class Scored:
-    """A row's scores, by the response."""
+    """The scores of a row, by response."""
 
     row: Row
     right: dict[Form, Score] = dataclasses.field(default_factory=dict)
     wrong: dict[Form, Score] = dataclasses.field(default_factory=dict)
 
     def best(self, name: str) -> float | None:
-        """Return the most that a function pays for the answer; None if it does not apply."""
+        """Return the maximum that a function pays for the answer; None if it does not apply."""
         values = [score.values[name] for score in self.right.values()]
         return max((value for value in values if value is not None), default=None)
 
     def highest_wrong(self, name: str) -> tuple[float, Form] | None:
-        """Return the most that a function pays for a wrong response, and that response."""
+        """Return the maximum that a function pays for a wrong response, and that response."""
         pairs = [(score.values[name], form) for form, score in self.wrong.items()]
         known = [(value, form) for value, form in pairs if value is not None]
         return max(known, key=lambda pair: pair[0], default=None)
 
     def is_paid(self, name: str) -> bool:
-        """Return whether a function pays for the answer: built-in ones 1, others more than else."""
+        """Return whether a function pays for the answer.
+
+        A built-in function must pay 1; other functions must pay more than for any wrong response.
+        """
         best, wrong = self.best(name), self.highest_wrong(name)
         if best is None or name in BUILT_IN:
             return best is not None and best >= 1.0
@@ -70,7 +73,7 @@ class Scored:
 
 
 class Finding(NamedTuple):
-    """A fault of one row. Rows of one kind share a line, with the text of the first."""
+    """A fault of one row. Rows of one kind share a line, with the text of the first row."""
 
     kind: str
     text: str
@@ -78,7 +81,7 @@ class Finding(NamedTuple):
 
 
 def findings(config: RewardConfig, scored: Sequence[Scored], read: Reader) -> list[str]:
-    """Return a line for each kind of fault; raises ValueError if no answer can be matched."""
+    """Return a line for each kind of fault. Raises ValueError if no answer can be matched."""
     every = list(_Judge(config, scored, read).findings())
     unmatched = {f.row.index for f in every if f.kind.startswith(_UNMATCHED)}
     kinds: dict[str, list[Finding]] = {}
@@ -100,7 +103,7 @@ _UNMATCHED = "unmatched"
 
 
 class _Judge:
-    """Finds the faults of each row; a function that pays alike for all answers judges none."""
+    """Finds the faults of each row, without functions that pay the same for all answers."""
 
     def __init__(self, config: RewardConfig, scored: Sequence[Scored], read: Reader) -> None:
         self._config, self._scored, self._read = config, scored, read
@@ -127,7 +130,7 @@ class _Judge:
     # -- answers that are not paid ---------------------------------------------------------
 
     def _unmatched(self, scored: Scored) -> tuple[str, str] | None:
-        """Return why no response is paid for the answer; None if one is."""
+        """Return why no response is paid for the answer; None if a response is paid."""
         names = [name for name in self._config.names if scored.best(name) is not None]
         built_in = [name for name in names if name in BUILT_IN]
         if built_in:
@@ -139,7 +142,7 @@ class _Judge:
         return f"{_UNMATCHED} {kind}", why
 
     def _missing_marker(self, row: Row) -> str | None:
-        """Return the marker that most answers of the task have, and this one has not."""
+        """Return the marker that most answers of the task have, if this answer lacks it."""
         markers = self._markers[row.example.task]
         usual = max(MARKERS, key=markers.count)
         is_usual = 2 * markers.count(usual) > len(markers)
@@ -183,7 +186,7 @@ class _Judge:
     def _wrong(self, scored: Scored) -> Iterator[tuple[str, str]]:
         for name in self._judges:
             best, wrong = scored.best(name), scored.highest_wrong(name)
-            # a comparison of a whole group may pay anything for any of it
+            # a comparison of a whole group may pay anything for any response
             is_relative = self._config.per == "group" and name not in BUILT_IN
             if best is None or wrong is None or name in ("task", "exact_match") or is_relative:
                 continue
@@ -197,7 +200,7 @@ class _Judge:
                 yield f"wrong {name} {kind}", text
 
     def _idle_functions(self) -> Iterator[Finding]:
-        """Find functions that name `answer` and pay nothing for any, unlike others."""
+        """Yield functions with a parameter `answer` that pay for no answer, unlike others."""
         for function, name in zip(self._config.functions, self._config.names, strict=True):
             if not self._judges or name in self._judges or not _names_answer(function):
                 continue
@@ -207,12 +210,12 @@ class _Judge:
                     yield Finding(f"idle {name}", text, s.row)
 
     def _floor(self, name: str) -> float:
-        """Return the least that a function pays for any response."""
+        """Return the minimum that a function pays for any response."""
         scores = (score for s in self._scored for score in (*s.right.values(), *s.wrong.values()))
         return min((v for score in scores if (v := score.values[name]) is not None), default=0.0)
 
     def _judges_by(self, name: str) -> bool:
-        """Return whether a function pays differently for one text to examples of other answers."""
+        """Return whether a function pays differently for the same text if the answer differs."""
         if self._config.per == "group":
             return True
         pairs = []
@@ -229,7 +232,7 @@ class _Judge:
 
 
 def _names_answer(function: str) -> bool:
-    """Return whether a user's function has a parameter `answer`, without running its file."""
+    """Return whether a user function has a parameter `answer`, without running its file."""
     path, name = split_user_function(function)
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:

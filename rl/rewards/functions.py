@@ -1,8 +1,8 @@
 """Reward functions by name.
 
-A job is one response, or all of a group. A built-in function scores each response by itself: a
-number, or None for "does not apply". A user's function has TRL's signature, plain or async:
-`f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
+A job is one response, or all responses of a group. A built-in function scores each response by
+itself: a number, or None for "does not apply". A user function has the signature of TRL, plain or
+async: `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from reprise.rl.rewards import math_answers
 from reprise.rl.rewards.config import BUILT_IN, did_you_mean, split_user_function
 
 Columns = Mapping[str, Any]  # of the example, with its answer
-_MODULE = "reprise_reward_"  # prefix of the users' modules
+_MODULE = "reprise_reward_"  # prefix of user modules
 _MAX_SHOWN = 30  # names in a message
 
 
@@ -34,7 +34,7 @@ class BuiltIn:
         self._name, self._extract = name, extract
 
     def prepare(self, spec: str) -> None:
-        """Do the slow first steps for a task (cached), which the deadline does not cover."""
+        """Do the slow set-up for a task (cached), which the deadline does not cover."""
         if self._name == "task":
             _open_source(spec)
         elif self._name == "math_verify":
@@ -51,7 +51,7 @@ class BuiltIn:
 
 
 class UserFunction:
-    """A function of a user's file, whose lists have an entry for each response of a job."""
+    """A function of a user file; its lists have an entry for each response of a job."""
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self._function, self._name = function, name
@@ -77,7 +77,7 @@ class UserFunction:
         columns: Columns,
         **_: Any,
     ) -> Any:
-        """Score the responses of a job; a chat's completion is a message, as in TRL."""
+        """Score the responses of a job; a completion of a chat is a message, as in TRL."""
         size, messages = len(completions), not isinstance(prompt, str)
         shared = {**columns, "prompts": prompt}
         arguments = {name: [value] * size for name, value in shared.items()} | {
@@ -106,14 +106,14 @@ def _as_message(text: str) -> list[dict[str, str]]:
 
 @functools.cache
 def _event_loop() -> Any:
-    """Return the worker's event loop: clients that a file keeps belong to it."""
+    """Return the event loop of the worker, shared by clients that a user file keeps."""
     import asyncio
 
     return asyncio.new_event_loop()
 
 
 def load(function: str, extract: str) -> BuiltIn | UserFunction:
-    """Return a reward function by name; raises ValueError, and the errors of a user's file."""
+    """Return a reward function by name. Raises ValueError, and the errors of a user file."""
     if function in BUILT_IN:
         return BuiltIn(function, extract)
     path, name = split_user_function(function)
@@ -142,7 +142,7 @@ def _words(text: str) -> list[str]:
 
 
 def task_reward(completion: str, columns: Columns, spec: str, extract: str) -> float | None:
-    """Return the task's own score: reasoning-gym's, 0 to 1; exact match for data files."""
+    """Return the score of the task: 0 to 1 by reasoning-gym; exact match for data files."""
     source = _open_source(spec)
     if source is None:
         return exact_match(completion, columns["answer"], extract)
@@ -163,7 +163,7 @@ def _open_source(spec: str) -> reasoning_gym_tasks.Procedural | None:
 def math_verify(completion: str, answer: str | None, extract: str) -> float | None:
     """Return 1 if the extracted answer equals `answer` as mathematics or as words, else 0.
 
-    Raises ValueError for an `answer` that cannot be read. The pool has the deadline.
+    Raises ValueError for an `answer` that cannot be read. The pool enforces the deadline.
     """
     response = extract_answer(extract, completion)
     if answer is None or response is None:
@@ -173,14 +173,14 @@ def math_verify(completion: str, answer: str | None, extract: str) -> float | No
 
 @functools.cache
 def _user_module(path: Path) -> types.ModuleType:
-    """Import a user's file once for all of its functions; like a script it imports neighbours."""
+    """Import a user file once for all its functions; like a script, it can import neighbours."""
     others = [module for name, module in sys.modules.items() if name.startswith(_MODULE)]
     spec = importlib.util.spec_from_file_location(f"{_MODULE}{len(others)}_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} cannot be imported as Python; expected a .py file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and the like look themselves up there
-    for folder in (Path.cwd(), path.parent):  # our packages, which it may hide, come later
+    sys.modules[spec.name] = module  # dataclasses and the like look up their module there
+    for folder in (Path.cwd(), path.parent):  # our packages, which the file may hide, come later
         sys.path[:] = [str(folder), *(place for place in sys.path if place != str(folder))]
     spec.loader.exec_module(module)
     for other in others:
@@ -189,7 +189,7 @@ def _user_module(path: Path) -> types.ModuleType:
 
 
 def _refuse_same_names(one: Path, other: Path) -> None:
-    """Raise ValueError if two folders have a module of one name: a process imports one of them."""
+    """Raise ValueError if two folders have modules of one name: a process imports only one."""
     for name, module in [*sys.modules.items()] if one != other else ():
         in_both = all((f / f"{name}.py").is_file() or (f / name).is_dir() for f in (one, other))
         if in_both and not {one, other}.isdisjoint(

@@ -1,6 +1,6 @@
-r"""Answers in mathematics, compared: numbers and words here, everything else by math-verify.
+r"""Comparison of mathematical answers: numbers and words here, everything else by math-verify.
 
-math-verify 0.9 reads LaTeX by its grammar alone (its other parser evaluates text). Numbers are
+math-verify 0.9 is used only with its LaTeX grammar (its other parser evaluates text). Numbers are
 read by `rl.data.written_numbers`, so that no answer is compiled or evaluated (tests/hostile).
 docs/rewards.md has the rules.
 """
@@ -35,9 +35,10 @@ _TERM = re.compile(rf"{_LETTERS}{{2,}}\.?|(?=.*{_LETTERS}{{3}}){_LETTERS}+(?:['�
 
 
 def equal(answer: str, response: str) -> bool:
-    """Return whether a response equals the expected answer; ValueError if that is unreadable.
+    """Return whether a response equals the expected answer.
 
-    Numbers are compared by value, words by their letters, and lists with words item by item.
+    Numbers are compared by value, words by their letters, and lists with words item by item. Raises
+    ValueError if the expected answer cannot be read.
     """
     number = _number(answer, letters_are_units=False)
     is_number = number is not None
@@ -65,7 +66,7 @@ Plain = Fraction | tuple[str, ...]
 
 
 def plain_value(answer: str) -> Plain | None:
-    """Return the value of a number, or the words, that an answer consists of; None for others."""
+    """Return the value of a number, or the words, that make up an answer; otherwise None."""
     number = _number(answer)
     if number is not None:
         return number
@@ -82,7 +83,7 @@ def prepare() -> None:
 
 
 def _number(text: str, *, letters_are_units: bool = True) -> Fraction | None:
-    """Return the value of a number, with its unit if any; None for any other text."""
+    """Return the value of a number, possibly with a unit; None for any other text."""
     if len(text) > written_numbers.MAX_CHARACTERS:
         return None
     text = _REPEATING.sub(_repeating, _bare(text))
@@ -90,7 +91,7 @@ def _number(text: str, *, letters_are_units: bool = True) -> Fraction | None:
 
 
 def _bare(text: str) -> str:
-    """Return an answer without delimiters and a final period."""
+    """Return an answer without delimiters and without a final period."""
     text = text.strip()
     for left, right in _DELIMITERS:
         if text.startswith(left) and text.endswith(right) and len(text) > len(left + right):
@@ -114,7 +115,7 @@ def _clean(text: str, *, letters_are_units: bool = False) -> str:
 
 
 def _repeating(match: re.Match[str]) -> str:
-    r"""Return `0.1\overline{6}` as a fraction."""
+    r"""Return a number like `0.1\overline{6}` as a fraction."""
     whole, fixed, period = match[1], match[2], match[3] or match[4]
     if len(match[0]) > _MAX_DIGITS:
         return match[0]
@@ -123,7 +124,7 @@ def _repeating(match: re.Match[str]) -> str:
 
 
 def _without_exponent(text: str) -> str:
-    """Return a number like 1e-3 as a fraction: the grammar takes the e for Euler's number."""
+    """Return a number like 1e-3 as a fraction: the grammar reads the e as Euler's number."""
     number = written_numbers.read(text) if _EXPONENT.search(text) else None
     return text if number is None else rf"\frac{{{number.numerator}}}{{{number.denominator}}}"
 
@@ -134,7 +135,7 @@ def _same_numbers(gold: Any, actual: Any, *, is_rounded: bool) -> bool:
 
 
 def _terms(text: str) -> list[str]:
-    """Return the words of a text that holds nothing else; single letters are variables."""
+    """Return the words of a text of words only, else nothing; single letters are variables."""
     terms = re.sub(TEXT, r" \1 ", text).split()
     return (
         [term.casefold().rstrip(".") for term in terms] if all(map(_TERM.fullmatch, terms)) else []
@@ -142,7 +143,7 @@ def _terms(text: str) -> list[str]:
 
 
 def _items(text: str) -> list[str]:
-    """Return the items of a flat list, or all of a nested one."""
+    """Return the items of a flat list; other text is one item."""
     inner = re.sub(r"^\\?[{(\[]|\\?[})\]]$", "", re.sub(TEXT, r" \1 ", text).strip())
     return [text] if re.search(r"[(){}\[\]]", inner) else [i.strip() for i in inner.split(",")]
 
@@ -158,16 +159,16 @@ class _Library(NamedTuple):
 
 @functools.cache
 def _library() -> _Library:
-    """Import math-verify, with our numbers, and our equality of numbers and of symbols."""
+    """Import math-verify, with our number parser and our equality of numbers and symbols."""
     from latex2sympy2_extended import NormalizationConfig, latex2sympy2
     from math_verify import LatexExtractionConfig, grader, parse, verify
 
-    # It warns at every start that its timeouts are off, which is on purpose.
+    # math-verify warns at every start that its timeouts are off, which is intended
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    latex2sympy2.Number = _sympy_number  # sympy's evaluates text
+    latex2sympy2.Number = _sympy_number  # the original evaluates text
     latex2sympy2._Latex2Sympy.parse_number = lambda _, text: _sympy_number(text.replace(",", ""))
     grader.sympy_numeric_eq = functools.partial(_same_values, grader.sympy_numeric_eq)
-    # math_verify's takes the product of letters t·a·c for the word cat
+    # the original takes the product of letters t·a·c for the word cat
     grader.sympy_compare_symbols = _same_symbols
     without_units = NormalizationConfig(units=False, malformed_operators=True, nits=True)
     return _Library(parse, verify, [LatexExtractionConfig(normalization_config=without_units)])
@@ -175,8 +176,8 @@ def _library() -> _Library:
 
 @functools.lru_cache(maxsize=4096)
 def _parse(text: str) -> list[Any]:
-    """Return the expressions of a text; none if it cannot be read."""
-    # the grammar takes the product of the digits, and leaves amounts out
+    """Return the expressions of a text; an empty list if it cannot be read."""
+    # the grammar multiplies spaced digits, and leaves amounts out
     if _SPACED_DIGITS.search(text) or _BROKEN.search(text) or units.has_amount(text):
         return []
     text = _without_exponent(text)
@@ -188,7 +189,7 @@ def _parse(text: str) -> list[Any]:
 
 
 def _sympy_number(text: str) -> Any:
-    """Read a sympy number; raises ValueError for any other text."""
+    """Return a text as a sympy number. Raises ValueError for any other text."""
     import sympy
 
     return sympy.Integer(int(text)) if text.isdecimal() else sympy.Float(text)
@@ -197,7 +198,7 @@ def _sympy_number(text: str) -> Any:
 def _same_values(compare_matrices: Any, gold: Any, actual: Any, *precisions: int) -> bool:
     """Return whether two sympy numbers are equal, exactly if both are rational.
 
-    math-verify compares absolute differences, so that all small numbers are equal.
+    math-verify compares absolute differences, which makes all small numbers equal.
     """
     import sympy
 
@@ -220,7 +221,7 @@ def _same_values(compare_matrices: Any, gold: Any, actual: Any, *precisions: int
 
 
 def _same_symbols(gold: Any, actual: Any) -> bool:
-    """Return whether a symbol is equal to another expression; longer names up to case."""
+    """Return whether a symbol equals another expression; longer names ignore case."""
     import sympy
 
     if sympy.E in (gold, actual):  # the symbol e is Euler's number

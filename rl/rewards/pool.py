@@ -1,7 +1,7 @@
 """Scoring in worker processes.
 
-A scorer that raises, hangs, dies or returns nonsense costs its one sample a reward by
-`RewardConfig.on_failure`, is counted, and its worker is replaced if needed.
+If a scorer raises, hangs, dies or returns nonsense, only its sample loses its reward, by
+`RewardConfig.on_failure`; the failure is counted, and the worker is replaced if needed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RewardPool(Rewards):
     def __init__(
         self, config: RewardConfig, tasks: Sequence[str] = (), startup_s: float = STARTUP_S
     ) -> None:
-        """Raises the errors of `validate(config)`, before any process is started.
+        """Raise the errors of `validate(config)` before any process is started.
 
         Each worker opens `tasks` (specs) when it starts, within `startup_s`, imports included.
         """
@@ -98,7 +98,7 @@ class RewardPool(Rewards):
         for worker in workers:
             worker.kill()
         for thread in self._threads:
-            thread.join(MARGIN_S)  # all of them are daemons
+            thread.join(MARGIN_S)  # the threads are daemons
 
     # --- in the thread of a worker ----------------------------------------------------------
 
@@ -130,11 +130,11 @@ class RewardPool(Rewards):
         with self._lock:
             self._workers[slot] = worker
             if self._closed:
-                worker.kill()  # `close` did not see it
+                worker.kill()  # `close` missed this worker
         worker.wait_ready()
 
     def _stop(self, slot: int) -> None:
-        """End the worker of a slot. Raises nothing: later samples get the error."""
+        """Stop the worker of a slot. Raises nothing: later samples get the error."""
         with self._lock:
             worker = self._workers.pop(slot, None)
         try:
@@ -154,7 +154,7 @@ class RewardPool(Rewards):
             self._fail(RewardWorkerError(f"a reward worker could not be replaced: {error}"))
 
     def _fail(self, error: RewardWorkerError) -> RewardWorkerError:
-        """Keep the first error, which all later samples get."""
+        """Keep the first error, which all later samples raise."""
         with self._lock:
             self._error = self._error or error
         return error
@@ -190,5 +190,5 @@ class RewardPool(Rewards):
 
 
 def sample_limit_s(config: RewardConfig, startup_s: float = STARTUP_S) -> float:
-    """All limits of one sample together."""
+    """Return the sum of all limits of one sample."""
     return MAX_ATTEMPTS * (2 * startup_s + max(config.deadline_s, MARGIN_S) + MARGIN_S)

@@ -1,4 +1,4 @@
-"""The parent's side of a reward worker process: start, score, kill.
+"""The parent side of a reward worker process: start, score, kill.
 
 `score` returns or raises within its limits; every line carries the ticket of its request.
 """
@@ -26,20 +26,20 @@ from reprise.rl.rewards.config import BUILT_IN, RewardConfig, split_user_functio
 
 MARK = "REPRISE_REWARD_WORKER"  # in the environment of a worker and of its child processes
 _MIN_ACCEPT_S = 5.0  # a loaded machine may be slow to accept a sample
-_REAP_S = 10.0  # a killed process has ended by then, unless it is stuck in the kernel
+_REAP_S = 10.0  # a killed process exits in this time, unless it is stuck in the kernel
 _MAX_LINE_BYTES = 1 << 24  # failures of a large group, each with its message
 MAX_OUTPUT_BYTES = 1 << 20  # of a sample, or of the start
 _CUT = b"\n... (the rest of this sample's output is left out)\n"
 
 
 class RewardWorkerError(RuntimeError):
-    """A worker cannot serve at all: its functions or the task cannot be loaded."""
+    """A worker cannot serve at all, because its functions or the task cannot be loaded."""
 
 
 class WorkerStopped(Exception):
     """The worker `died`, missed its `deadline` or broke the `protocol` (the kind) with a sample.
 
-    `function` is the number of the function that was running, or None before the first one.
+    `function` is the number of the running function, or None before the first function.
     """
 
     def __init__(self, kind: str, message: str, function: int | None = None) -> None:
@@ -48,10 +48,10 @@ class WorkerStopped(Exception):
 
 
 class WorkerProcess:
-    """A running worker. The thread that makes it must outlive it: Linux signals its death."""
+    """A running worker. Linux kills it if the thread that created it exits before it."""
 
     def __init__(self, config: RewardConfig, tasks: tuple[str, ...], startup_s: float) -> None:
-        """Start it; `wait_ready` must follow. `tasks` are opened before the first sample."""
+        """Start the worker; `wait_ready` must follow. It opens `tasks` before the first sample."""
         self._config, self._tasks, self._startup_s = config, tasks, startup_s
         self._num_requests = 0
         self._buffer = bytearray()
@@ -98,9 +98,9 @@ class WorkerProcess:
     def score(self, job: bytes, size: int) -> list[list[list[Any]]]:
         """Score a job of `size` responses: [value, failure kind, message] by response and function.
 
-        The worker has to accept the job within the deadline (5 s at least). Its preparation may
-        take as long as a start; then the deadline runs. Raises WorkerStopped, and
-        RewardWorkerError if its task cannot be opened.
+        The worker must accept the job within the deadline (5 s at least). Its preparation may take
+        as long as a start; then the deadline runs. Raises WorkerStopped, and RewardWorkerError if
+        the task of the job cannot be opened.
         """
         deadline_s, num_functions = self._config.deadline_s, len(self._config.functions)
         limit, function = time.monotonic() + max(deadline_s, _MIN_ACCEPT_S), None
@@ -126,8 +126,8 @@ class WorkerProcess:
             raise WorkerStopped("protocol", f"unreadable answer: {error!r}", function) from error
 
     def kill(self) -> None:
-        """End the worker and its children (in other sessions: on Linux). Any thread, any time."""
-        with self._lock:  # never after the wait: by then the number may be another's
+        """Kill the worker and its children (in other sessions only on Linux), from any thread."""
+        with self._lock:  # never after the wait, when another process may have the pid
             if self._process.returncode is not None:
                 return
             try:
@@ -137,7 +137,7 @@ class WorkerProcess:
             _kill_marked(self._mark)
 
     def dispose(self) -> None:
-        """Kill, reap and close the socket; by the thread that made it."""
+        """Kill and reap the worker, and close the socket, in the thread that created it."""
         self._end()
         self._socket.close()
 
@@ -161,7 +161,7 @@ class WorkerProcess:
         return ticket
 
     def _receive(self, ticket: str, limit: float) -> dict[str, Any]:
-        """Return the next line, which has to answer that ticket."""
+        """Return the next line, which must answer `ticket`."""
         while (end := self._buffer.find(b"\n")) < 0:
             if len(self._buffer) > _MAX_LINE_BYTES:
                 raise WorkerStopped("protocol", "it wrote a line without end")
@@ -186,7 +186,7 @@ class WorkerProcess:
         raise WorkerStopped("protocol", f"not an answer to this sample: {line[:80]!r}")
 
     def _died(self) -> WorkerStopped:
-        code = self._end()  # one that only closed its socket is killed
+        code = self._end()  # a worker that only closed its socket is killed
         self._output.wait()
         how = f"exit status {code}"
         if code < 0:
@@ -196,7 +196,7 @@ class WorkerProcess:
 
 
 class _Output:
-    """Copies a worker's output to standard error, up to a bound for each sample."""
+    """Copies the output of a worker to standard error, up to a limit for each sample."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._pipe, self._left_bytes, self._is_empty = pipe, MAX_OUTPUT_BYTES, True
@@ -211,7 +211,7 @@ class _Output:
         return "it printed nothing" if self._is_empty else "its own output is above"
 
     def wait(self) -> None:
-        """Wait for the output of a worker that has ended; its children may hold the pipe open."""
+        """Wait for the output of a worker that has exited; its children may hold the pipe open."""
         self._thread.join(1.0)
 
     def _copy(self) -> None:
@@ -226,11 +226,11 @@ class _Output:
 
 
 def _seconds_to(limit: float) -> float:
-    return max(1e-3, limit - time.monotonic())  # 0 would be a socket that does not wait
+    return max(1e-3, limit - time.monotonic())  # 0 would make the socket non-blocking
 
 
 def _checked(outcomes: Any, size: int, num_functions: int) -> list[list[list[Any]]]:
-    """Check that outcomes are [value, failure kind, message] as often as expected; ValueError."""
+    """Return the outcomes if they have the expected counts and form, else raise ValueError."""
     if (lengths := [len(row) for row in outcomes]) != [num_functions] * size:
         raise ValueError(f"expected {size} times {num_functions} outcomes, got {lengths}")
     for value, kind, message in itertools.chain(*outcomes):
@@ -241,12 +241,12 @@ def _checked(outcomes: Any, size: int, num_functions: int) -> list[list[list[Any
 
 
 def _kill_marked(mark: str) -> None:
-    """Kill every process with the mark in its environment (Linux: there is a /proc)."""
+    """Kill every process with the mark in its environment (only on Linux, which has /proc)."""
     wanted = f"{MARK}={mark}".encode()
-    for _ in range(10):  # a process may be missed once, if it was just starting another
+    for _ in range(10):  # a process may be missed once, if it was just being started
         marked = []
         for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
+            with contextlib.suppress(OSError):  # it has exited, or belongs to another user
                 if wanted in path.read_bytes().split(b"\0"):
                     marked.append(int(path.parent.name))
         if not marked:
@@ -254,7 +254,7 @@ def _kill_marked(mark: str) -> None:
         for pid in marked:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.005)  # until they are gone from the table
+        time.sleep(0.005)  # until the processes are gone from the table
 
 
 def _worker_environment(mark: str) -> dict[str, str]:
@@ -264,7 +264,7 @@ def _worker_environment(mark: str) -> dict[str, str]:
         **os.environ,
         MARK: mark,
         "PYTHONPATH": os.pathsep.join(paths),
-        "JAX_PLATFORMS": "cpu",  # a scorer that uses jax must not take the trainer's devices
+        "JAX_PLATFORMS": "cpu",  # a scorer that uses jax must not take devices of the trainer
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }

@@ -1,4 +1,4 @@
-"""Scoring in actors: responses go to the scorer with the fewest, and elsewhere if it is lost."""
+"""Scoring in actors: jobs go to the scorer with the fewest jobs, and to another if it is lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class ScoringActor:
-    """Has reward workers, in the run's folder if this host has it."""
+    """An actor with reward workers, in the folder of the run if this host has it."""
 
     def __init__(self, config: RewardConfig, tasks: Sequence[str], folder: str) -> None:
         if os.path.isdir(folder):  # files in the configuration are relative to it
@@ -31,7 +31,7 @@ class ScoringActor:
         self._pool.__enter__()
 
     def ready(self) -> None:
-        """Return at once: its reward workers have started."""
+        """Return immediately, since the reward workers have started."""
 
     def score(self, body: bytes, size: int) -> list[Outcomes]:
         try:
@@ -54,7 +54,7 @@ class Scorers(Rewards):
         room: Starts,
         settings: ActorSettings,
     ) -> None:
-        """Start the actors. Raises the errors of `validate(config)` before that."""
+        """Start the actors. Raises the errors of `validate(config)` before any actor is started."""
         validate(config)
         start_s = settings.start_s + STARTUP_S + MARGIN_S
         files = {
@@ -74,7 +74,7 @@ class Scorers(Rewards):
         self._num_jobs = collections.Counter[Actor]()
 
     def start(self) -> None:
-        """Nothing: the actors have started by themselves."""
+        """Do nothing: the actors have already started."""
 
     def wait_started(self) -> None:
         try:
@@ -128,5 +128,5 @@ class Scorers(Rewards):
                 self._error = RewardWorkerError(text)
                 scored.set_exception(self._error)
 
-        # its pool has deadlines
+        # no limit, since its pool has deadlines
         actor.call("score", *job, limit_s=math.inf).add_done_callback(finish)

@@ -1,4 +1,4 @@
-"""Scores of responses, and `Rewards`: workers here (rl.rewards.pool) or in actors (scorers)."""
+"""Scores of responses, and `Rewards`: worker processes (rl.rewards.pool) or actors (scorers)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reprise.rl.rewards.process import RewardWorkerError
 from reprise.rl.rewards.worker import LARGEST_REWARD
 
 T = TypeVar("T")
-# A worker that dies before a sample's scoring starts is not that sample's fault.
+# If a worker dies before it starts to score a sample, the sample is not at fault.
 MAX_ATTEMPTS = 3
 MARGIN_S = 30.0  # beyond the sum of the limits: to start a process, or reap one
 _POLL_S = 0.1
@@ -36,7 +36,7 @@ class ScoreJob:
 
 
 def job_body(jobs: Sequence[ScoreJob]) -> bytes:
-    """Return responses to one example as workers read them.
+    """Return the message with responses to one example that workers read.
 
     Raises TypeError for columns that are not JSON.
     """
@@ -62,7 +62,7 @@ def example_json(example: Example, value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """One sample's rewards.
+    """The rewards of one sample.
 
     values: by function name; None if the function does not apply or failed.
     total: Σ weight · value over the values that are not None; None leaves the sample out of the
@@ -82,15 +82,15 @@ class Rewards(abc.ABC):
     """
 
     def __init__(self, config: RewardConfig, timeout_s: float) -> None:
-        """`timeout_s`: all limits of one sample together."""
+        """Store the settings; `timeout_s` is the sum of all limits of one sample."""
         self.config, self._timeout_s = config, timeout_s
         self.counters: collections.Counter[tuple[str, str]] = collections.Counter()
         self._lock = threading.Lock()
         self._error: RewardWorkerError | None = None
-        self._answered_s = 0.0  # on the monotonic clock: when a sample was last finished
+        self._answered_s = 0.0  # time of the last finished sample, on the monotonic clock
 
     def __enter__(self) -> Self:
-        """Start the workers. Raises RewardWorkerError if one cannot load its functions."""
+        """Start the workers. Raises RewardWorkerError if a worker cannot load its functions."""
         self.start()
         self.wait_started()
         return self
@@ -104,32 +104,33 @@ class Rewards(abc.ABC):
 
     @abc.abstractmethod
     def wait_started(self) -> None:
-        """Wait for the workers. Closes, and raises as `__enter__` does, if one fails."""
+        """Wait for the workers. If a worker fails, close, and raise as `__enter__` does."""
 
     def submit(self, job: ScoreJob) -> Future[Score]:
-        """Queue a response, as `submit_group`."""
+        """Queue a response, as in `submit_group`."""
         return self._send(job_body([job]), 1, lambda outcomes: self._to_score(outcomes[0]))
 
     def submit_group(self, jobs: Sequence[ScoreJob]) -> Future[list[Score]]:
         """Queue responses to one example, which each function receives in one call.
 
-        Returns at once. Raises RuntimeError if closed, TypeError for columns that are not JSON. The
-        future raises RewardWorkerError if workers can no longer be started.
+        Returns immediately. Raises RuntimeError if closed, TypeError for columns that are not JSON.
+        The future raises RewardWorkerError if workers can no longer be started.
         """
         return self._send(job_body(jobs), len(jobs), lambda rows: [*map(self._to_score, rows)])
 
     @abc.abstractmethod
     def _send(self, body: bytes, size: int, finish: Callable[[list[Outcomes]], T]) -> Future[T]:
-        """Queue a `job_body` of `size` responses; `finish` makes the future's result."""
+        """Queue a `job_body` of `size` responses; `finish` makes the result of the future."""
 
     @abc.abstractmethod
     def close(self) -> None:
         """Kill the workers; cancel queued samples. Samples being scored raise RuntimeError."""
 
     def result(self, future: Future[T], on_wait: Callable[[], None] | None = None) -> T:
-        """Wait for the scores of a job; `on_wait` is called meanwhile, and may raise.
+        """Wait for the scores of a job, calling `on_wait`, which may raise.
 
-        Raises the future's error, or RewardWorkerError once all limits of one sample have passed.
+        Raises the error of the future, or RewardWorkerError once all limits of one sample have
+        passed without an answer.
         """
         start_s = time.monotonic()
         while not wait([future], _POLL_S).done:
@@ -166,8 +167,8 @@ class Rewards(abc.ABC):
 def combine(config: RewardConfig, outcomes: Sequence[Sequence[Any]]) -> Score:
     """Combine the outcomes (value, failure kind, message) of all functions into a score.
 
-    total = Σ_k w_k · v_k over the v_k that are not None (TRL's rule). After any failure,
-    a sum above `LARGEST_REWARD` included, it is 0 under `zero` and None under `skip`.
+    total = Σ_k w_k · v_k over the v_k that are not None (the rule of TRL). After any failure,
+    including a sum above `LARGEST_REWARD`, the total is 0 under `zero` and None under `skip`.
     """
     values, failures, weighted = dict[str, Any](), list[str](), list[float]()
     for name, weight, (value, kind, message) in zip(

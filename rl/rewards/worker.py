@@ -5,13 +5,13 @@
 in   {"ticket", "body": {"functions", "extract", "memory_limit_mib", "parent_pid", "tasks"}}
 out  {"ticket", "ready": true} | {"ticket", "fatal": message}
 in   {"ticket", "body": {"prompt", "completions", "completion_ids", "columns", "spec"}}
-out  {"ticket", "at": null}           it accepts the job: one response, or all of a group
-out  {"ticket", "at": k}              function k starts; the first one starts the deadline
-out  {"ticket", "outcomes": [[[value, kind, message], one of each function], one of each response]}
+out  {"ticket", "at": null}           the job is accepted (one response, or a whole group)
+out  {"ticket", "at": k}              function k starts; the first function starts the deadline
+out  {"ticket", "outcomes": [[[value, kind, message], per function], per response]}
      | {"ticket", "fatal": message}
 
-Every answer carries the ticket of its request. A child that a scorer forks, and that returns
-here, ends without an answer. The process ends when the socket or its parent does.
+Every answer carries the ticket of its request. A child that a scorer forks, and that returns here,
+exits without an answer. The process exits when the socket closes or its parent dies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# value, kind of failure, message: None without a kind is "not applicable"
+# value, kind of failure, message: a value of None without a kind means "not applicable"
 ScoreOutcome = tuple[float | None, str | None, str | None]
 _OUR_FOLDER = str(Path(__file__).parents[1]) + os.sep
 _MAX_SENTENCE = 1000
@@ -53,7 +53,7 @@ def main() -> int:
         functions = [load(name, setup["extract"]) for name in setup["functions"]]
         for function, spec in itertools.product(functions, setup["tasks"]):
             function.prepare(spec)
-    except BaseException as error:  # also SystemExit of a user's file
+    except BaseException as error:  # also SystemExit of a user file
         _print_users_frames(error)
         writer.send(ticket, fatal=_describe(error) + _memory_hint(error, setup))
         return 1
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 class Writer:
-    """Sends answers from this process, and ends its forks."""
+    """Sends answers from this process; a forked child that sends exits instead."""
 
     def __init__(self, file: io.BufferedRWPair) -> None:
         self._file, self._pid = file, os.getpid()
@@ -105,7 +105,10 @@ def _outcomes(function: Any, job: Mapping[str, Any]) -> list[ScoreOutcome]:
 
 
 def read_result(result: Any, size: int) -> list[ScoreOutcome]:
-    """Check a function's result for `size` responses: a list or array of numbers and None."""
+    """Return the outcomes of a function for `size` responses.
+
+    The result must be a list or array of numbers and None.
+    """
     if hasattr(result, "tolist"):
         result = result.tolist()
     if not isinstance(result, list | tuple):
@@ -129,7 +132,7 @@ def _read_value(value: Any) -> ScoreOutcome:
         number = float(value)
     except OverflowError:  # a large int
         number = math.inf
-    if not abs(number) <= LARGEST_REWARD:  # and nan
+    if not abs(number) <= LARGEST_REWARD:  # also refuses nan
         return (
             None,
             "not_finite",
@@ -147,18 +150,18 @@ def _shown(value: Any) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    """Return the type, message and innermost line of an error, on one line; no line is ours."""
+    """Return the type, message and innermost user line of an error, as a single line."""
     frames = _users_frames(error)
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} (at {error.filename}:{error.lineno})"[:500]
     if not frames and isinstance(error, ValueError):
-        return str(error)[:_MAX_SENTENCE]  # a sentence of ours
+        return str(error)[:_MAX_SENTENCE]  # one of our messages
     where = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}"[:500] + where
 
 
 def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return an error's frames outside of our packages and of Python's own import."""
+    """Return the frames of an error outside of our packages and of the import system of Python."""
     frames = traceback.extract_tb(error.__traceback__)
     return [
         frame
@@ -168,7 +171,7 @@ def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def _print_users_frames(error: BaseException) -> None:
-    """Print the way from a user's file to an error in another one."""
+    """Print the frames between a user file and an error in another file."""
     frames = _users_frames(error)
     if len({frame.filename for frame in frames}) > 1:
         traceback.print_list(frames, sys.stderr)
@@ -176,7 +179,7 @@ def _print_users_frames(error: BaseException) -> None:
 
 
 def _memory_hint(error: BaseException, setup: Mapping[str, Any]) -> str:
-    """Return a hint if an error looks like a lack of memory, which libraries word in many ways."""
+    """Return a hint if an error looks like a lack of memory, however a library phrases it."""
     limit = setup["memory_limit_mib"]
     hints = ("allocate", "MemoryError", "failed to map", "can't start new thread")
     if limit is None or not any(hint in repr(error) for hint in hints):
@@ -185,7 +188,7 @@ def _memory_hint(error: BaseException, setup: Mapping[str, Any]) -> str:
 
 
 def _take_socket() -> io.BufferedRWPair:
-    """Take the socket from standard input, which becomes empty for user code."""
+    """Take the socket from standard input, which is then empty for user code."""
     file = socket.socket(fileno=os.dup(0)).makefile("rwb")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -198,7 +201,7 @@ def _die_with_parent(parent_pid: int) -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before
+    if os.getppid() != parent_pid:  # the parent died before
         sys.exit(1)
 
 

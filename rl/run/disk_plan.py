@@ -1,4 +1,4 @@
-"""The disk that a run's checkpoints need, against the space that is free."""
+"""The disk space that the checkpoints of a run need, against the free space."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIX = (
 
 @dataclasses.dataclass(frozen=True)
 class DiskPlan:
-    """Bytes of one checkpoint, of as many as exist at a time, of present ones, and free bytes."""
+    """Bytes of one checkpoint, of all checkpoints at the peak, of present ones, and free bytes."""
 
     folder: Path
     each_bytes: int
@@ -36,17 +36,16 @@ class DiskPlan:
 
     @property
     def warning(self) -> str | None:
-        """A sentence if the disk will be full, else None."""
+        """A warning if the disk will be full, else None."""
         if self.total_bytes - self.held_bytes <= self.free_bytes:
             return None
         return f"the disk will be full: {self}: {FIX}"
 
 
 def disk_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> DiskPlan:
-    """Return the most that a run writes: `keep` states, one in the making, and the best policy.
+    """Return the most that a run stores: `keep` states, one being written, and the best policy.
 
-    The policy that is exported at the end has the room of the one in the making. No device is
-    opened.
+    The policy exported at the end takes the room of the state being written. No device is opened.
     """
     shapes = saved_shapes(config, inputs)
     each_bytes = num_bytes(shapes)

@@ -25,7 +25,7 @@ FEWER_PROGRAMS = (
 
 
 def print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
-    """Print the plan of `--dry_run`, and the memory it needs; return the exit code."""
+    """Print the plan of `--dry_run`, and the memory that the run needs; return the exit code."""
     model, devices_here = inputs.model, unopened_devices()
     if devices_here.is_cpu and config.numerics.same_bits is True:
         if reason := why_other_bits(model, config.mesh.tensor):
@@ -70,7 +70,7 @@ def print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
 
 
 def _compile_time(model: ModelConfig, num_programs: int) -> str:
-    """Return about how long a CPU compiles them and the rest, fitted to runs on two cores."""
+    """Return text on the estimated compile time on CPUs, fitted to runs on two cores."""
     cores = os.cpu_count() or 1
     seconds = (3 + model.num_layers) * (6 + 1.3 * num_programs) / cores
     return f"; without kept ones a run compiles for about {duration(seconds)} on {cores} cores"

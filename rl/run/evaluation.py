@@ -1,9 +1,8 @@
-"""Evaluations: the responses of a policy to named sets of questions, and their figures.
+"""Evaluations: the responses of a policy to named sets of questions, and their metrics.
 
 A run evaluates the weights after a step on its engine, with noise that is the same in every
-evaluation and not used in training. The data cursor, the cached responses, drafters and budgets are
-not touched: evaluations change no bit of training. `rl.evaluate` does the same
-for any policy.
+evaluation and not used in training. Evaluations do not touch the data cursor, the cached responses,
+drafters and budgets, so they change no bit of training. `rl.evaluate` does the same for any policy.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from reprise.rl.settings.inputs import Inputs
 from reprise.rl.steps.rollouts import run
 from reprise.spec.sampling import step_key
 
-EVAL_STEP = 2**31 - 1  # of the noise: no training step comes that far
+EVAL_STEP = 2**31 - 1  # step number of the noise, beyond all training steps
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,7 +49,7 @@ class Answers:
     texts: list[str]
 
     def metrics(self, config: TrainConfig) -> dict[str, float]:
-        """Return the figures of this set (`rl.metrics.eval_metrics.set_metrics`)."""
+        """Return the metrics of this set (`rl.metrics.eval_metrics.set_metrics`)."""
 
         def is_correct(score: Score) -> bool:
             value = score.values[config.correct_by]
@@ -120,7 +119,7 @@ def respond(
 
 
 def row_of(answers: Sequence[Answers], config: TrainConfig) -> dict[str, float]:
-    """Return the metrics of an evaluation, as a row of metrics.jsonl has them."""
+    """Return the metrics of an evaluation, as in a row of metrics.jsonl."""
     by_set = {a.asked.name: a.metrics(config) for a in answers}
     row = {f"eval/{name}": x for name, x in overall_metrics(list(by_set.values())).items()}
     for name, figures in by_set.items():
@@ -129,9 +128,9 @@ def row_of(answers: Sequence[Answers], config: TrainConfig) -> dict[str, float]:
 
 
 class RunEvaluation:
-    """The evaluations of a run: due ones, their figures, and the best step.
+    """The evaluations of a run: due evaluations, their metrics, and the best step.
 
-    `rows` are a resumed run's so far: evaluations in them are not repeated.
+    `rows` are the metrics so far of a resumed run; evaluations in them are not repeated.
     """
 
     def __init__(
@@ -162,14 +161,14 @@ class RunEvaluation:
             )
 
     def due(self, step: int) -> bool:
-        """Return whether the weights after `step` are to be evaluated now."""
+        """Return whether the weights after `step` must be evaluated now."""
         last = self._system.config.run.steps
         return bool(self._sets) and step not in self._done and self._config.due(step, last)
 
     def __call__(self, params: Params, step: int) -> bool:
         """Evaluate the weights after `step`; return whether they are the best so far.
 
-        Raises Stopped if a stop is requested meanwhile; a resumed run repeats it.
+        Raises Stopped if a stop is requested during the evaluation; a resumed run then repeats it.
         """
         system, config = self._system, self._system.config
         system.watch.at("evaluation")
@@ -192,11 +191,11 @@ class RunEvaluation:
             system.partition,
             system.is_stop_requested,
         )
-        if system.eval_engine is not system.engine:  # which is idle until the next evaluation
+        if system.eval_engine is not system.engine:  # idle until the next evaluation
             for one in system.eval_engine.engines:
                 system.eval_engine.do(one.free)
         row = row_of(answers, config) | {EVAL_SECONDS: self._clock() - start_s}
-        # the row says that the evaluation is done, so its samples come first
+        # the row marks the evaluation as done, so its samples come first
         self._metrics.write_samples(step, self._samples(answers), EVAL_SAMPLES_FILE)
         self._metrics.amend(step, row)
         self._done.add(step)
@@ -228,7 +227,7 @@ class RunEvaluation:
         ]
 
     def _tell(self, row: Mapping[str, float], step: int) -> None:
-        """Show the figures; after the last step also the figures before training."""
+        """Show the metrics; after the last step, also show the metrics before training."""
         say, figure = self._system.show.message, self._config.best_by.rpartition("/")[2]
         names = {s.name: f"eval/{s.name}/{figure}" for s in self._sets}
         if len(names) > 1:
@@ -246,7 +245,7 @@ class RunEvaluation:
 
 
 def plus_minus(row: Mapping[str, Any], metric: str) -> str:
-    """Return a figure with half the width of its interval: 0.512 ± 0.061."""
+    """Return a metric with half the width of its interval: 0.512 ± 0.061."""
     values = [row.get(name) for name in (metric, f"{metric}_low", f"{metric}_high")]
     if any(value is None for value in values):
         return "-"
@@ -262,16 +261,16 @@ class Loaded:
     params: Params
     step: int
     warnings: tuple[str, ...]
-    contents: Mapping[str, str]  # of the run's files, `rl.settings.identity.contents`
+    contents: Mapping[str, str]  # of the files of the run, by `rl.settings.identity.contents`
 
 
 def load_checkpoint(run: Path, inputs: Inputs, mesh: Any = None, step: int | None = None) -> Loaded:
-    """Return the policy of a run's newest whole checkpoint, or of `step`.
+    """Return the policy of the newest whole checkpoint of a run, or of `step`.
 
     `inputs` are the policy that the run started from; if its shape has `lora`, it has the frozen
-    weights.
-    Raises NoWholeCheckpointError, or StructureMismatchError if the policy folder has another shape
-    than the run's, or ValueError if its files differ from the run's (`identity.check_policy`).
+    weights. Raises NoWholeCheckpointError, or StructureMismatchError if the policy folder has
+    another shape than the run, or ValueError if its files differ from the files of the run
+    (`identity.check_policy`).
     """
     import jax.numpy as jnp
 
@@ -309,7 +308,7 @@ def load_checkpoint(run: Path, inputs: Inputs, mesh: Any = None, step: int | Non
 
 
 def result(config: TrainConfig, answers: Sequence[Answers], training_is_known: bool) -> Row:
-    """Return the figures by set and over all, with their settings; plain JSON."""
+    """Return the metrics by set and over all sets, with their settings; plain JSON."""
     sets: dict[str, Row] = {}
     for a in answers:
         sets[a.asked.name] = a.metrics(config) | {

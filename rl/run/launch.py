@@ -1,4 +1,4 @@
-"""A run whose trainer processes are children of Ray actors: the user's program, and a child.
+"""A run with trainer processes that are children of Ray actors: the launcher and a child.
 
     `launch` in the user's program → an actor for each trainer → its child, this module
 
@@ -38,9 +38,9 @@ LAST_LINES = 40  # of a process that fails without an error message
 
 
 def launch(config: TrainConfig, folder: Path, *, resume: bool) -> int:
-    """Start the trainer processes and show their output; return the run's exit status.
+    """Start the trainer processes and show their output; return the exit status of the run.
 
-    SIGTERM and Ctrl-C stop them like a single process, at the last whole step.
+    SIGTERM and Ctrl-C stop the processes like a single process, at the last whole step.
     """
     from reprise.rl.cluster.ray_session import open_ray, reserve
 
@@ -101,9 +101,9 @@ class StopSignals:
 
 
 class Screen:
-    """Shows the output of process 0, and errors of the others with their number.
+    """Shows the output of process 0, and errors of other processes with their number.
 
-    An error of several processes is shown once.
+    An error that several processes report is shown once.
     """
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
@@ -137,9 +137,10 @@ class Screen:
 
 
 def main(orders: BinaryIO) -> int:
-    """Run a trainer process, whose `Start` is read from `orders`; return the exit status.
+    """Run a trainer process with the `Start` read from `orders`; return the exit status.
 
-    `orders` is open while the process's actor lives: at its end the process stops as if signaled.
+    `orders` stays open while the actor of the process lives. Once it is closed, the process stops
+    as if signaled.
     """
     host_memory.bound_arenas()
     start = Start(**json.loads(orders.readline()))
@@ -158,13 +159,13 @@ def main(orders: BinaryIO) -> int:
 
 
 def _config(start: Start) -> TrainConfig:
-    """Return the configuration that `dump` wrote: it has a line for each field."""
+    """Return the configuration that `dump` wrote, with one line per field."""
     lines = start.config.splitlines()
     return load(TrainConfig, [], [line for line in lines if line and not line.startswith("#")])
 
 
 def _stop_at_end(orders: BinaryIO) -> None:
-    """A thread: wait until the actor's program has closed `orders`."""
+    """Wait in a thread until the actor program closes `orders`, then stop this process."""
     orders.read()
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -41,7 +41,7 @@ from reprise.rl.workers.ahead_engine import AheadEngine
 if TYPE_CHECKING:
     from reprise.rl.steps.pipeline import PipelineRollouts
 
-MAX_SKIPPED_STEPS = 5  # in a row under Trainer.on_nonfinite = "skip": it will not recover
+MAX_SKIPPED_STEPS = 5  # in a row with Trainer.on_nonfinite = "skip"; the run would not recover
 
 
 def train(
@@ -56,8 +56,8 @@ def train(
 ) -> TrainState:
     """Run or resume in `folder`, up to `Run.steps`; return the last state.
 
-    A step is a function of (configuration, step number, state before it), so a run that was stopped
-    anywhere and resumed writes the same bits as one that was not. Raises Stopped if a stop was
+    A step is a function of (configuration, step number, state before it), so a run that is stopped
+    anywhere and resumed writes the same bits as an uninterrupted run. Raises Stopped if a stop is
     requested, or if `Run.time_limit_s` leaves no time for another step.
     """
     start_s, num_skipped, begins = clock(), 0, partial(_begins, show, watch)
@@ -66,7 +66,7 @@ def train(
         system, state, position = run.system, run.state, run.position
         run.checkpointer.evaluate_with(run.evaluation)
         saving = Timings(clock)
-        with saving.section("checkpoint"):  # the first row has this part too
+        with saving.section("checkpoint"):  # so that the first row has this part too
             pass
         while position.step < config.run.steps:
             timings = Timings(clock, partial(begins, position.step + 1), saving)
@@ -92,7 +92,7 @@ def train(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Run:
-    """The parts of a run, and its state and position at its start."""
+    """The parts of a run, and its state and position at the start."""
 
     system: System
     folder: Path
@@ -106,9 +106,9 @@ class _Run:
     position: RunPosition
 
     def save_if_due(self, step: int, record: StepRecord, timings: Timings) -> None:
-        """Save a checkpoint after the last step, and when it is due.
+        """Save a checkpoint after the last step, and whenever one is due.
 
-        The step's row has been written: a row would be lost if a kill came between the two.
+        The metrics row of the step has been written before: a kill in between would lose the row.
         """
         system, config = self.system, self.system.config
         with timings.section("checkpoint"):
@@ -121,7 +121,7 @@ class _Run:
     def write(
         self, position: RunPosition, record: StepRecord, timings: Timings, now_s: float
     ) -> dict[str, Any]:
-        """Write a step's samples, then its metrics; return these."""
+        """Write the samples of a step, then its metrics; return the metrics."""
         step, stats, show = position.step, record.stats, self.system.show
         workers, of_workers = self.workers.step(step, stats.parts, stats.events, now_s)
         turned_off = after_step(
@@ -210,7 +210,7 @@ def _opened(
 def open_rollouts(
     system: System, first_step: int, stale_params: Params | None, state: Mapping[str, Any]
 ) -> Iterator[StepRollouts | PipelineRollouts]:
-    """Yield the rollouts of a run by its mode, from `first_step` on.
+    """Yield the rollout source for the mode of a run, from `first_step` on.
 
     A resumed run has the weights before the last update in `stale_params`, and the saved `state`.
     """
@@ -244,14 +244,14 @@ def finish_warm_up(system: System, state: TrainState, folder: Path) -> None:
 
 
 def _begins(show: Progress, watch: Watch, step: int, part: str) -> None:
-    """Note the start of a part of a step."""
+    """Record the start of a part of a step."""
     watch.at(part)
     if part != SAVING:  # most steps save nothing
         show.part(step, part)
 
 
 def _warn_of_stops(run: RunConfig, timings: Timings, show: Progress) -> None:
-    """Warn if an update takes longer than a stop may: it is finished first."""
+    """Warn if an update takes longer than a stop may, since a stop waits for the update."""
     update_s = timings.seconds().get("time/update", 0.0)
     if update_s > run.stop_limit_s:
         show.message(
@@ -263,7 +263,7 @@ def _warn_of_stops(run: RunConfig, timings: Timings, show: Progress) -> None:
 
 
 def _warn_of_padding(shape: Shape, row: Mapping[str, Any], show: Progress) -> None:
-    """Note that smaller micro-batches would have less padding, if half of them is."""
+    """Recommend smaller micro-batches if more than half of the batch is padding."""
     padding, ways = row.get("batch/padding", 0.0), logprobs.batch_ways()
     if padding > 0.5 and shape.rows > ways:
         show.message(
@@ -281,7 +281,7 @@ def _is_out_of_time(run: RunConfig, elapsed_s: float, step_s: float, show: Progr
 
 
 def _stop_together(system: System, step: int, is_late: bool) -> None:
-    """Raise Stopped if the time is up, or several processes agree on a requested stop."""
+    """Raise Stopped if the time is up, or if any of several processes has a stop request."""
     processes = system.processes
     is_requested = not processes.alone and system.is_stop_requested()
     if processes.any(f"stop after step {step}", is_late or is_requested):
@@ -289,7 +289,7 @@ def _stop_together(system: System, step: int, is_late: bool) -> None:
 
 
 def _in_a_row(num_skipped: int, row: Mapping[str, Any], step: int) -> int:
-    """Return how many steps in a row, this one included, had no finite update."""
+    """Return the number of consecutive steps, this step included, without a finite update."""
     if not row.get("update/skipped") or row["batch/optimizer_steps"]:
         return 0
     if num_skipped + 1 == MAX_SKIPPED_STEPS:

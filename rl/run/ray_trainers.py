@@ -1,6 +1,6 @@
 """The trainer processes of a run on Ray: children of actors, which `rl.run.launch` starts.
 
-A child has a main thread, handlers of signals, a jax and an exit status.
+A child process has a main thread, signal handlers, a separate jax, and an exit status.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from reprise.rl.cluster.actors import Actor
 from reprise.rl.runtime.waits import POLL_S, ProgramLost
 
 COMMAND = (sys.executable, "-m", "reprise.rl.run.launch")
-LISTEN_S = 1.0  # of a call of `Trainer.listen`
-LAST_LINES_S = 2.0  # after the end of a process, whose pipes its children may hold open
-ENDING_S = 5.0  # for killed processes to end
-LEAVING_S = 10.0  # for processes to end after another has failed, beyond the deadline
+LISTEN_S = 1.0  # of one `Trainer.listen` call
+LAST_LINES_S = 2.0  # after a process exits; its children may keep the pipes open
+ENDING_S = 5.0  # for killed processes to exit
+LEAVING_S = 10.0  # for processes to exit after another has failed, beyond the deadline
 MAX_CHARACTERS = 4000  # of a line
-Line = tuple[bool, str]  # of stderr or not; the text
+Line = tuple[bool, str]  # whether it is from stderr; the text
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """The settings of a trainer process: `config` is a text of `rl.gin.loader.dump`."""
+    """The settings of a trainer process; `config` is text written by `rl.gin.loader.dump`."""
 
     config: str
     resume: bool
@@ -49,15 +49,15 @@ class Start:
 
 
 class Trainer:
-    """The object of an actor: starts a trainer process, reads its lines, and ends it."""
+    """An actor object that starts a trainer process, reads its lines, and kills it."""
 
     def __init__(self, command: Sequence[str] = COMMAND) -> None:
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
-        self._lines = queue.SimpleQueue[Line | int]()  # an exit status is last
+        self._lines = queue.SimpleQueue[Line | int]()  # the exit status comes last
 
     def address(self, host: str | None) -> str:
-        """Return HOST:PORT with a port that is free now; None: by this host's address."""
+        """Return HOST:PORT with a port that is free now; `host` defaults to the node address."""
         host = host or ray_session.node_address()
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
             listener.bind((host, 0))
@@ -93,7 +93,7 @@ class Trainer:
             process.stdin.flush()
 
     def listen(self) -> tuple[list[Line], int | None]:
-        """Wait for lines; return them, and at the end the exit status, or −1 × the signal."""
+        """Wait for lines and return them; after the last line, also the exit status or −signal."""
         lines = list[Line]()
         with contextlib.suppress(queue.Empty):
             item = self._lines.get(timeout=LISTEN_S)
@@ -109,7 +109,7 @@ class Trainer:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the process and its children."""
+        """Kill the process and its children."""
         if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -130,7 +130,7 @@ class Trainer:
 
 
 class StoppedAtOnce(Exception):
-    """The run was stopped a second time: it ends without waiting."""
+    """Raised when a run is stopped a second time, and must exit without waiting."""
 
 
 def run_trainers(
@@ -141,12 +141,13 @@ def run_trainers(
     show: Callable[[int, bool, str], object],
     num_stops: Callable[[], int],
 ) -> dict[int, int]:
-    """Start a process in each actor; return their exit statuses, in the order of their ends.
+    """Start a process in each actor; return exit statuses by process, in the order of the exits.
 
-    All have `start` except for the address, on `host`, and their number. `show` gets each line with
-    the number and whether it is an error. At the first stop all get SIGTERM. Raises StoppedAtOnce
-    at the second, and ProgramLost if a process is lost, or runs for `limit_s` and LEAVING_S after
-    another has failed. All processes are ended at the end.
+    All processes get `start`, with the address of process 0 on `host` and their number. `show` gets
+    each line with the number of its process and whether it is an error. On the first stop request,
+    all processes get SIGTERM. Raises StoppedAtOnce on the second request, and ProgramLost if a
+    process is lost, or still runs `limit_s` and LEAVING_S after another has failed. On return, all
+    processes are killed.
     """
     try:
         address = actors[0].call("address", host).result()

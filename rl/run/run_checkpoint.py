@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 
 class RunCheckpointer:
-    """Saves the last whole step: on `save`, and before an error ends the run.
+    """Saves the last whole step, on `save` and before an error stops the run.
 
-    An interrupted step leaves no trace, except that the drafter keeps its training if an error ends
-    the step. If an update is refused after others of its step, the whole step's buffers are gone:
-    nothing is saved, and the newest checkpoint stays.
+    An interrupted step leaves no trace, except that the drafter keeps its training if an error
+    stops the step. If an update is rejected after other updates of its step, the buffers of the
+    last whole step are gone: nothing is saved, and the newest checkpoint stays.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class RunCheckpointer:
         return self._system.processes.any(f"save after step {step}", is_late)
 
     def save(self) -> None:
-        """Save the last whole step, after the rows that were written up to it.
+        """Save the last whole step, after syncing the rows that were written up to it.
 
-        Raises NonFiniteWeights, and as `Checkpointer.save`.
+        Raises NonFiniteWeights, and the errors of `Checkpointer.save`.
         """
         system, position = self._system, self._position
         trainer.check_weights(
@@ -114,7 +114,7 @@ class RunCheckpointer:
         self._saved_step, self._saved_s = position.step, self._clock()
 
     def evaluate_with(self, evaluation: RunEvaluation) -> None:
-        """Evaluate the last whole step if that is due; a step that is the best is saved."""
+        """Evaluate the last whole step if an evaluation is due; save the step if it is the best."""
         step = self._position.step
         if (
             evaluation.due(step)
@@ -132,7 +132,7 @@ class RunCheckpointer:
         if kind is None or not issubclass(kind, ends):
             return
         if kind is UnreadableExample and not self._system.processes.alone:
-            return  # the others may have read it, and would not save
+            return  # the other processes may have read it, and would not save
         system = self._system
         system.watch.at(SAVING)
         system.speculation.settle()
@@ -150,7 +150,7 @@ def resume(
 ) -> tuple[RunPosition, TrainState, Params | None, dict[str, Any]]:
     """Return position, state, stale weights and host state of the newest checkpoint, or the start.
 
-    In a pipeline the stale weights answer the next step; None: the state's.
+    In a pipeline the stale weights answer the next step; None means the weights of the state.
     """
     drafter, behind = system.drafter, None
     if system.config.sched.mode == "pipeline":
@@ -198,7 +198,7 @@ def resume(
 
 
 def check_can_resume(config: TrainConfig, inputs: Inputs, checkpoints: Path) -> None:
-    """Compare the shapes of a run's checkpoint with the ones of `config`; reads no array.
+    """Compare the shapes in the checkpoint of a run with the shapes of `config`; read no array.
 
     Raises StructureMismatchError.
     """
@@ -206,7 +206,7 @@ def check_can_resume(config: TrainConfig, inputs: Inputs, checkpoints: Path) -> 
 
 
 def saved_shapes(config: TrainConfig, inputs: Inputs) -> SavedArrays:
-    """Return the shapes of the arrays of a run's checkpoints; opens no device."""
+    """Return the array shapes in the checkpoints of a run; open no device."""
     spec, model = recipe(config, inputs.model), inputs.model
     state = state_shapes(trained_specs(model), make_optimizer(config.optimizer, spec.total_steps))
     if config.algorithm.resolved.needs_critic:
@@ -223,7 +223,7 @@ def saved_shapes(config: TrainConfig, inputs: Inputs) -> SavedArrays:
 
 
 def _spilled(cache: RolloutCache) -> LinkedFiles | None:
-    """The files of the rollout cache, for a checkpoint to link."""
+    """Return the files of the rollout cache, for a checkpoint to link."""
     files = cache.spilled().values()
     if cache.folder is None or not files:
         return None

@@ -1,4 +1,4 @@
-"""One process of a run, from joining the others to the policy that it exports."""
+"""One process of a run, from joining the other processes to exporting the policy."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Place:
     ray_address: str
 
     def joining(self, cluster: ClusterConfig) -> ClusterConfig:
-        """Return the settings with which it joins the others, as a process of `spmd` does."""
+        """Return the settings for joining the other processes, as a process of `spmd` does."""
         return dataclasses.replace(
             cluster,
             kind="spmd",
@@ -81,13 +81,14 @@ def run(
 ) -> int:
     """Join the processes of the run, and train in `folder`; return the exit status.
 
-    `before` is the configuration of a resumed run so far; `place` is a trainer process's on Ray.
+    `before` is the configuration of a resumed run so far; `place` is set in a trainer process on
+    Ray.
     """
     status = _join_and_train(config, inputs, folder, before, place)
     if status == 0:
         join.leave()
     elif join.has_joined():
-        leave(status)  # jax may abort an interpreter that ends after process 0
+        leave(status)  # jax may abort an interpreter that exits after process 0
     return status
 
 
@@ -127,7 +128,7 @@ def _join_and_train(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _RunProcess:
-    """One of a run's `processes`; `before` is the configuration of a resumed run so far."""
+    """One of the `processes` of a run; `before` is the configuration of a resumed run so far."""
 
     config: TrainConfig
     inputs: Inputs
@@ -138,8 +139,8 @@ class _RunProcess:
     def run(self, ray_address: str | None) -> int:
         """Train, with signals handled; return the exit status.
 
-        SIGTERM and Ctrl-C save the last whole step and exit 75, or with the signal's status if
-        there is no step to resume from.
+        SIGTERM and Ctrl-C save the last whole step and exit with 75, or with the status of the
+        signal if there is no step to resume from.
         """
         config, processes, limits = self.config, self.processes, self.config.run
         try:
@@ -177,7 +178,7 @@ class _RunProcess:
                 show.message(f"warning: {text}")
             for text in filter(None, (*remarks(config, self.inputs), rounding)):
                 show.message(text)
-            # the run folder has the user's setting: a resumed run has another Ray
+            # the run folder keeps the address as set, since a resumed run has another Ray
             cluster = dataclasses.replace(config.cluster, address=ray_address)
             return self._train(dataclasses.replace(config, cluster=cluster), show, watch)
 
@@ -190,7 +191,7 @@ class _RunProcess:
         return run_folder.changes(self.before, self.config) + others
 
     def _take_folder(self) -> contextlib.AbstractContextManager[object]:
-        """Lock the run folder in process 0, and check that all have the same one.
+        """Lock the run folder in process 0, and check that all processes share the folder.
 
         Raises, in all processes, the errors of `check_can_resume` and of the lock.
         """
@@ -218,7 +219,7 @@ class _RunProcess:
         return lock
 
     def _train(self, config: TrainConfig, show: Progress, watch: Watch) -> int:
-        """Train and export; report the end and return the exit status."""
+        """Train and export; report the outcome and return the exit status."""
         try:
             options: dict[str, Any] = {"show": show, "watch": watch, "processes": self.processes}
             state = train(config, self.inputs, self.folder, clock=time.perf_counter, **options)
@@ -285,30 +286,30 @@ class _RunProcess:
             show.message(line)
 
     def _disk_sentence(self, error: OSError) -> str:
-        """Return an error, for a disk that refuses with the folder and the last saved step."""
+        """Return an error as text; errors of the disk name the folder and the last saved step."""
         reason = disk.refuses(error)
         if reason is None or isinstance(error, SaveError):
             return str(error)
         what = error if error.filename else f"{self.folder}: {reason}"
         return f"{what}; {run_folder.standing(self.folder)[1]}"
 
-    # -- other ends -----------------------------------------------------------------------
+    # -- other exits ----------------------------------------------------------------------
 
     def _ended(self, text: str, show: Progress) -> int:
-        """Report an error that users can cause; the other processes end as well."""
+        """Report an error that users can cause; the other processes stop as well."""
         show.message(f"error: {text}")
         self.processes.fail(text)
         return EXIT_FAILED
 
     def failed_disk(self, error: OSError) -> int:
-        """Report an error of the disk before the run has started, or after its end."""
+        """Report a disk error before the run has started, or after it has finished."""
         text = self._disk_sentence(error)
         say(f"error: {text}", sys.stderr)
         self.processes.fail(text)
         return EXIT_FAILED
 
     def failed(self, error: Exception) -> int:
-        """Report an unexpected error; jax would wait for the others at exit. Alone it is raised."""
+        """Report an unexpected error, since jax waits at exit; raise it in a single process."""
         if self.processes.alone:
             raise error
         traceback.print_exception(error)
@@ -316,19 +317,19 @@ class _RunProcess:
         return EXIT_FAILED
 
     def lost(self, error: BaseException | str) -> int:
-        """Report another process's loss."""
+        """Report the loss of another process."""
         _, last_saved = run_folder.standing(self.folder)
         say(f"error: process {self.processes.index} ends: {error}; {last_saved}", sys.stderr)
         return EXIT_FAILED
 
     def end_lost(self, text: str) -> None:
-        """End this process, whose main thread waits for a lost one."""
+        """Exit this process while its main thread waits for a lost process."""
         status = self.lost(text)
         self.processes.depart()
         leave(status)
 
     def _end_at_once(self, status: int) -> None:
-        """End this process in any state of its main thread; the others of the run end too."""
+        """Exit this process in any state of its main thread; the other processes exit too."""
         self.processes.fail(f"it ended at once, with status {status}")
         self.processes.depart()
         leave(status)

@@ -9,7 +9,7 @@ _count = 0
 
 
 def num_programs() -> int:
-    """Return the number of traced, lowered and compiled programs so far, each counted apart."""
+    """Return the number of traced, lowered and compiled programs so far, counted separately."""
     return _count
 
 

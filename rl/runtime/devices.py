@@ -1,4 +1,4 @@
-"""The devices of this process, a warning if they are not the intended ones, and versions."""
+"""The devices of this process, a warning about unintended devices, and versions."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PACKAGES = ("jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "transformers")
-FAMILIES = {"cuda": "gpu", "rocm": "gpu"}  # platforms, and JAX's name of their devices
+FAMILIES = {"cuda": "gpu", "rocm": "gpu"}  # JAX device names by platform
 NODES = ("nvidia[0-9]*", "kfd", "accel[0-9]*")  # in /dev: devices of NVIDIA, AMD and Google
 INSTALL = f"install JAX for it ({install_hint('cuda')} or {install_hint('tpu')})"
-# jax[cuda13] and jax[cuda12] need these of NVIDIA, as nvidia-smi shows them
+# NVIDIA drivers for jax[cuda13] and jax[cuda12], by the versions that nvidia-smi shows
 DRIVERS = (
     "CUDA 13 needs a driver of 580 or newer; with one of 525 or newer run "
     "pip uninstall jax-cuda13-plugin jax-cuda13-pjrt and pip install 'jax[cuda12]'"
@@ -33,7 +33,7 @@ HOW_MANY = (
 
 
 def refuse_several_processes(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ValueError if a launcher has started this as one process of several."""
+    """Raise ValueError if a launcher has started this process as one of several."""
     counts = ("JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
     several = [f"{name}={environ[name]}" for name in counts if environ.get(name, "1") != "1"]
     several += ["JAX_COORDINATOR_ADDRESS"] if environ.get("JAX_COORDINATOR_ADDRESS") else []
@@ -43,12 +43,12 @@ def refuse_several_processes(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def found() -> Sequence[jax.Device]:
-    """Return all processes' devices. Raises ValueError if the requested platform is missing."""
+    """Return the devices of all processes. Raises ValueError if the platform is missing."""
     import jax
 
     try:
         return jax.devices()
-    except (RuntimeError, AssertionError) as error:  # a `cuda` that does not start is a bare one
+    except (RuntimeError, AssertionError) as error:  # a failed `cuda` is a bare AssertionError
         requested, plugins = jax.config.jax_platforms, _plugins()
         why = str(error).partition("\n")[0] or _error_of(plugins)
         raise ValueError(
@@ -58,10 +58,10 @@ def found() -> Sequence[jax.Device]:
 
 
 def keep_order(same_bits: bool | str) -> None:
-    """Give accelerators one order of sums if passes must find the same bits (`NumericsConfig`).
+    """Fix the order of sums on accelerators if all passes need the same bits (`NumericsConfig`).
 
-    Call it before the first device is opened, since XLA reads its flags once. Raises ValueError if
-    one on an accelerator is open.
+    Call this before the first device is opened, since XLA reads its flags once. Raises ValueError
+    if an accelerator is already open.
     """
     if same_bits is not True or models.sums_in_order_on_accelerators():
         return
@@ -77,10 +77,10 @@ def keep_order(same_bits: bool | str) -> None:
 
 
 def in_turn(results: T) -> T:
-    """Return the results of a program over all devices; wait for them on CPUs of several processes.
+    """Return the results of a program over all devices; with several CPU processes, wait first.
 
-    XLA runs programs on a CPU concurrently, and gloo mixes up their messages: one of two that
-    overlap receives the other's, or waits forever.
+    XLA runs CPU programs concurrently, and gloo mixes up their messages. If two programs overlap,
+    a program may receive messages of the other, or wait forever.
     """
     import jax
 
@@ -103,7 +103,7 @@ def warning() -> str | None:
 
 
 def has_cpus_alone() -> bool:
-    """Return whether this process can get no device but CPUs; opens none."""
+    """Return whether only CPUs are available to this process, without opening a device."""
     import jax
 
     platforms = jax.config.jax_platforms
@@ -115,7 +115,7 @@ def _plugins() -> list[str]:
 
 
 def _error_of(plugins: Sequence[str]) -> str:
-    """Return why JAX has no devices of its plug-ins; it logs most reasons before, as tracebacks."""
+    """Return why JAX plug-ins have no devices; JAX logs most reasons earlier, as tracebacks."""
     if not plugins:
         return "it is not installed"
     from jax._src import xla_bridge
@@ -164,7 +164,7 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 
 def device() -> str:
-    """Return the accelerator of jax, or the processor and the cores this process may use."""
+    """Describe the accelerators, or the processor and the cores that this process may use."""
     import jax
 
     first = jax.devices()[0]

@@ -1,4 +1,4 @@
-"""A disk that refuses: its reason in an error, and the space that is free."""
+"""Disk errors and their reasons, and free disk space."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, e
 
 
 def refuses(error: BaseException | None) -> str | None:
-    """Return the disk's reason for an error, which libraries may wrap; None for other errors."""
+    """Return the reason of a disk error, which libraries may wrap; None for other errors."""
     while error is not None:
         for number in _ERRORS:
             reason = os.strerror(number)
@@ -22,12 +22,12 @@ def refuses(error: BaseException | None) -> str | None:
 
 
 def is_other_record(record: logging.LogRecord) -> bool:
-    """Return False for pages of traceback of errors that become one sentence; a log filter."""
+    """Return False for tracebacks of disk errors, which are reported in one line; a log filter."""
     return not (record.exc_info and refuses(record.exc_info[1]))
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the space that this user may take where `folder` is, or will be made."""
+    """Return the free space for this user on the disk of `folder`, which may not exist yet."""
     place = folder.absolute()
     while not place.exists():
         place = place.parent

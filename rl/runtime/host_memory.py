@@ -1,7 +1,7 @@
 """Bounds on the freed memory that the C library keeps; without glibc this does nothing.
 
-Every save runs in new threads, and each of up to eight arenas a core keeps its peak size: a run
-would grow for hundreds of saves. With two arenas that are trimmed after each save it does not.
+Every save runs in new threads, and each of up to eight arenas per core keeps its peak size, so
+that a run would grow over hundreds of saves. Two arenas, trimmed after each save, prevent this.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _log = logging.getLogger(__name__)
 
 
 def bound_arenas() -> None:
-    """Bound the arenas of threads to come; call it before any device is used."""
+    """Bound the arenas of future threads; call this before any device is used."""
     if "MALLOC_ARENA_MAX" not in os.environ and (mallopt := _glibc("mallopt")):
         mallopt(_M_ARENA_MAX, _ARENAS)
 
 
 def bound_file_threads() -> None:
-    """Bound the files that tensorstore writes at once, and so its threads, of 140 KiB each.
+    """Bound the files that tensorstore writes concurrently, and so its threads of 140 KiB each.
 
-    Orbax sets 128 and has no option; nothing is done if this version sets it elsewhere.
+    Orbax sets 128 and has no option. This does nothing if the Orbax version sets it elsewhere.
     """
     try:
         from orbax.checkpoint._src.serialization import tensorstore_utils
@@ -37,7 +37,7 @@ def bound_file_threads() -> None:
 
 
 def give_back() -> None:
-    """Return free memory to the system: some milliseconds."""
+    """Return free memory to the system, which takes some milliseconds."""
     if trim := _glibc("malloc_trim"):
         trim(0)
 

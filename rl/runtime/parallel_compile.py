@@ -1,7 +1,7 @@
-"""Compile programs before the first of them is needed, several at a time; keep them for later runs.
+"""Parallel compilation of programs before their first use, and a cache for later runs.
 
-On CPU every compiled program takes memory mappings. Linux limits them for each process, and XLA
-crashes without more, so their number is checked as programs are compiled.
+On CPU every compiled program takes memory mappings. Linux limits the mappings of a process, and XLA
+crashes at the limit, so their number is checked as programs are compiled.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 MAX_CACHE_BYTES = 4 * 2**30
 _MIN_COMPILE_S = 0.1  # of a program that is worth keeping
-OnCompiled = Callable[[int, int], None]  # (programs compiled, all of them)
+OnCompiled = Callable[[int, int], None]  # (programs compiled, total)
 CHECK_EVERY = 16  # programs
 LIMIT = Path("/proc/sys/vm/max_map_count")
 HELD = Path("/proc/self/maps")
-MAX_SHARE = 0.9  # of the limit: compilation needs some itself
+MAX_SHARE = 0.9  # of the limit, since compilation itself needs some
 
 
 class TooManyMappings(RuntimeError):
@@ -34,7 +34,7 @@ def unwatched(done: int, total: int) -> None:
 
 
 def compile_all(lowered: Iterable[Any], total: int, on_compiled: OnCompiled = unwatched) -> None:
-    """Compile `total` lowered steps in threads, while later ones are still being lowered.
+    """Compile `total` lowered steps in threads, while later steps are still being lowered.
 
     `on_compiled` is called in this thread with the number compiled. Raises TooManyMappings.
     """
@@ -78,10 +78,10 @@ def check_mappings(progress: str) -> None:
 
 
 def keep_programs() -> str | None:
-    """Have jax keep compiled programs in one folder of the user; return a warning if it cannot.
+    """Let jax keep compiled programs in a user folder; return a warning if that is impossible.
 
-    jax loads its files as machine code, so only this user may write to it.
-    `JAX_COMPILATION_CACHE_DIR` overrides it.
+    jax loads the files as machine code, so only this user may write to the folder.
+    `JAX_COMPILATION_CACHE_DIR` overrides the folder.
     """
     import jax
 
@@ -102,9 +102,9 @@ def keep_programs() -> str | None:
 
 
 def own_folder() -> Path:
-    """Return the folder `reprise/compiled-HOST` of the user's cache, made if it is missing.
+    """Return the folder `reprise/compiled-HOST` in the user cache, created if missing.
 
-    Raises PermissionError if others can write to it or to a folder above.
+    Raises PermissionError if others can write to this folder or to a folder above.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     cache = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
@@ -127,7 +127,7 @@ def own_folder() -> Path:
 
 
 def prune(folder: Path, max_bytes: int) -> None:
-    """Delete the oldest files until the rest are at most `max_bytes`."""
+    """Delete the oldest files until the rest take at most `max_bytes`."""
     files = []
     for entry in os.scandir(folder):
         with contextlib.suppress(FileNotFoundError):  # another run prunes as well
@@ -143,7 +143,7 @@ def prune(folder: Path, max_bytes: int) -> None:
 
 
 def _host() -> str:
-    """Return a name for the kind of processor: machines of several kinds may share a home."""
+    """Return a name for the kind of processor, since machines of several kinds may share a home."""
     lines = [platform.machine()]
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TextIO
 
-SILENCE_S = 10.0  # after this long without a line, one is printed with the run's position
+SILENCE_S = 10.0  # without a line, until the position of the run is printed
 MAX_CHARACTERS = 4000  # of a message
 RECENT_STEPS = 10  # for the estimate of the time left
 
@@ -28,9 +28,9 @@ def progress(
     environ: Mapping[str, str] = os.environ,
     clock: Callable[[], float] = time.monotonic,
 ) -> Progress:
-    """Return a live display if `stream` (default: stderr) is a terminal, else one of plain lines.
+    """Return a live display if `stream` (default: stderr) is a terminal, else plain lines.
 
-    A run of several `process`es is shown by the first one.
+    In a run of several processes, `process` 0 shows the run, and the others only errors.
     """
     stream = sys.stderr if stream is None else stream
     if process:
@@ -40,7 +40,7 @@ def progress(
 
 
 class Progress:
-    """Prints lines: steps, messages, and after ten silent seconds the position of the run."""
+    """A display of lines: steps, messages, and after ten silent seconds the run position."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class Progress:
         self._stream, self._total_steps, self._clock = stream, total_steps, clock
         self._last_line_s = self._compiling_since_s = clock()
         self._recent_s: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
-        self._left = ""  # of the run, as of the last step
+        self._left = ""  # the time left for the run, updated after each step
         self._part = "rollout"  # the current step and its part
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Show a finished training step; `row` is its row of metrics.jsonl."""
+        """Show a finished training step; `row` is the row in metrics.jsonl."""
         self._recent_s.append(float(row.get("step_time") or 0.0))
         self._left = ""
         if self._total_steps is not None and (steps := self._total_steps - row["step"]) > 0:
@@ -65,7 +65,7 @@ class Progress:
 
     @property
     def _width_chars(self) -> int:
-        """Return the width of a line; a file's lines have no end."""
+        """Return the maximum width of a line, unlimited for files."""
         return sys.maxsize
 
     def part(self, step: int, name: str) -> None:
@@ -74,11 +74,11 @@ class Progress:
         self._show(self._part)
 
     def rollout(self, done: int, total: int, tokens: int) -> None:
-        """Show that `done` of the step's `total` responses are finished, with `tokens` tokens."""
+        """Show that `done` of `total` responses are finished, with `tokens` tokens."""
         self._show(self._part, f"{done:,}/{total:,} responses  {tokens:,} tokens", done, total)
 
     def compiling(self, what: str, done: int, total: int) -> None:
-        """Show that `done` of the `total` programs of `what` are compiled."""
+        """Show that `done` of `total` programs of `what` are compiled."""
         if done == 0:
             self._compiling_since_s = self._clock()
             self.message(f"compiling {what}: {total} programs")
@@ -91,11 +91,11 @@ class Progress:
     def message(self, text: str) -> None:
         """Show a line of text once."""
         self._last_line_s = self._clock()
-        with contextlib.suppress(OSError):  # a terminal that is gone, or a full disk: no run's end
+        with contextlib.suppress(OSError):  # a lost terminal or full disk must not stop the run
             say(cut(text), self._stream)
 
     def close(self) -> None:
-        """End the display."""
+        """Close the display."""
 
     def _show(self, text: str, counts: str = "", done: int = 0, total: int | None = None) -> None:
         """Show the position of the run; `total` is None if the end is not known."""
@@ -110,7 +110,7 @@ class Progress:
 
 
 class ErrorsOnly(Progress):
-    """Prints the errors and warnings of a process, in a run that another process shows."""
+    """A display of errors and warnings of a process, in a run that another process shows."""
 
     def __init__(self, index: int, stream: TextIO) -> None:
         super().__init__(stream)
@@ -125,7 +125,7 @@ class ErrorsOnly(Progress):
 
 
 class RichProgress(Progress):
-    """Prints lines above a bar that shows the current part of the step and the time left."""
+    """A live display: lines above a bar that shows the part of the step and the time left."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -143,7 +143,7 @@ class RichProgress(Progress):
             console=self._console,
             refresh_per_second=4,
             transient=True,
-            # Redirect terminals only: output to a file must keep going there.
+            # Redirect only terminals, since output to a file must still reach the file.
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
         )
@@ -172,7 +172,7 @@ class RichProgress(Progress):
             self._bars.stop()
 
     def _show(self, text: str, counts: str = "", done: int = 0, total: int | None = None) -> None:
-        if self._bars.tasks[0].description != text:  # restart its clock
+        if self._bars.tasks[0].description != text:  # restart the clock of the bar
             self._bars.reset(self._task, total=total, description=text)
         state: dict[str, Any] = {"completed": done, "total": total, "counts": counts}
         self._bars.update(self._task, visible=True, left=self._left.strip(), **state)
@@ -189,7 +189,7 @@ def time_left(seconds: float) -> str:
 
 
 _ROLLOUT_SHARE = "share of the rollout in the step's seconds"  # computed here from two metrics
-# Metrics and formats: widths keep the columns of successive lines apart.
+# Metrics and formats; fixed widths align the columns of successive lines.
 _COLUMNS = (
     ("reward", "reward {:6.3f}"),
     ("completions/mean_length", "length {:7.1f}"),
@@ -203,7 +203,7 @@ _COLUMNS = (
 
 
 def step_columns(row: Mapping[str, Any], total_steps: int | None = None) -> list[str]:
-    """Return the columns of a step's line, with the watched metrics that `row` has."""
+    """Return the columns of the line for a step, with the watched metrics that `row` has."""
     parts = [_step_of(row["step"], total_steps)]
     if (step_s := row.get("step_time")) and (rollout_s := row.get("time/rollout")) is not None:
         row = {**row, _ROLLOUT_SHARE: rollout_s / step_s}
@@ -215,7 +215,7 @@ def step_columns(row: Mapping[str, Any], total_steps: int | None = None) -> list
 
 
 def folded(columns: Sequence[str], width_chars: int) -> str:
-    """Join columns by two spaces; one that would pass the width starts an indented line."""
+    """Join columns by two spaces; a column beyond the width starts an indented line."""
     text, used = columns[0], len(columns[0])
     for column in filter(None, columns[1:]):
         is_over = used + 2 + len(column) > width_chars
@@ -231,13 +231,13 @@ def _step_of(step: int, total_steps: int | None) -> str:
 
 
 def cut(text: str) -> str:
-    """Return a message of bounded length: it may quote text from outside."""
+    """Truncate a message, since it may quote untrusted text of any length."""
     more = len(text) - MAX_CHARACTERS
     return text if more <= 0 else f"{text[:MAX_CHARACTERS]} ... and {more:,} more characters"
 
 
 def printable(text: str, stream: TextIO) -> str:
-    """Escape control codes, marks of direction, and letters that `stream` cannot encode."""
+    """Escape control codes, direction marks, and letters that `stream` cannot encode."""
     clean = "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )
@@ -246,18 +246,18 @@ def printable(text: str, stream: TextIO) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table: its first column to the left, the others to the right."""
+    """Return the lines of a table, with the first column aligned left and the others right."""
     first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
     return ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]
 
 
 def say(text: object, stream: TextIO | None = None) -> None:
-    """Print a line, made `printable`, to `stream` (default: stdout): all output of commands."""
+    """Print a line, made `printable`, to `stream` (default: stdout), as all commands do."""
     stream = sys.stdout if stream is None else stream
     try:
-        stream.write(printable(str(text), stream) + "\n")  # one write: lines of threads do not mix
+        stream.write(printable(str(text), stream) + "\n")  # one write, so lines do not mix
         stream.flush()
     except OSError as error:
-        # no reader, or no terminal any more; a warning that has no room ends nothing
+        # ignore a closed pipe, a lost terminal, and a warning without room on the disk
         if error.errno not in (errno.EPIPE, errno.EIO) and stream is not sys.stderr:
             raise

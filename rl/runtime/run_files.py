@@ -1,4 +1,4 @@
-"""The names of the files and folders in a run folder, and where shipped files and our code are."""
+"""Names of files and folders in a run folder, and the location of shipped files and our code."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import hashlib
 from pathlib import Path
 
 CONFIG_FILE = "config.gin"  # resolved; a run resumes from it
-MARKER_FILE = ".reprise"  # marks a run's folder, and is locked while the run is running
-NEWEST_FILE = "newest_checkpoint"  # the step of the newest checkpoint that counted
+MARKER_FILE = ".reprise"  # marks a run folder, and is locked during the run
+NEWEST_FILE = "newest_checkpoint"  # the step of the newest complete checkpoint
 METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
 EVAL_SAMPLES_FILE = "eval_samples.jsonl"
-WORKERS_FILE = "workers.jsonl"  # each worker's record of a step, with joins and losses
+WORKERS_FILE = "workers.jsonl"  # worker records of each step, with joins and losses
 ROW_FILES = METRICS_FILE, SAMPLES_FILE, EVAL_SAMPLES_FILE, WORKERS_FILE
 EVALUATION_FILE = "evaluation.json"  # the best step by evaluation
 ROUNDS_FILE, MOVES_FILE = "round_times.json", "move_times.json"  # measured seconds
 SECONDS_FILE = "step_seconds.jsonl"  # of the rounds of each step, for budgets of a resumed run
-TIMELINE_FILE = "timeline.json"  # of the last saved step's rollouts
+TIMELINE_FILE = "timeline.json"  # of rollouts in the last saved step
 LEGS_FILE = "legs.jsonl"  # each start of the run: when, on what device, with which versions
 WANDB_ID_FILE = "wandb_id"
 TENSORBOARD_FOLDER, WANDB_FOLDER, REPORT_FOLDER = "tensorboard", "wandb", "report"
-CHECKPOINTS, ROLLOUTS = "checkpoints", "rollouts"  # of the run's state; spilled responses
+CHECKPOINTS, ROLLOUTS = "checkpoints", "rollouts"  # of run state; spilled responses
 POLICY, DRAFTER_MODEL, ADAPTER = "policy", "drafter_model", "adapter"  # of a finished run
-DRAFTER = "drafter"  # the learned drafter's own checkpoints
+DRAFTER = "drafter"  # separate checkpoints of the learned drafter
 
 
 def spill_folder(process: int) -> str:
@@ -51,7 +51,7 @@ def code_digest(root: Path = PROJECT_ROOT) -> str:
 
 
 def resolve_path(path: str | Path) -> Path:
-    """Return `path` itself if it exists, else below the project root if it exists there."""
+    """Return `path`, or the path below the project root if only the latter exists."""
     path = Path(path).expanduser()
     in_project = PROJECT_ROOT / path
     return in_project if not path.exists() and in_project.exists() else path

@@ -1,9 +1,10 @@
-"""Stop signals and hangs, both noticed by a dedicated thread.
+"""Stop signals and hangs, both detected by a dedicated thread.
 
-Python handles a signal between two lines of the main thread, which may be in a compilation or a
-device call for minutes. So signals go through a pipe to a watching thread, which notifies the main
-thread, and ends the process if that does not leave in time: saved steps are always whole. Before
-a command has a `Watch`, and in commands without one, `rl/__init__.py` handles Ctrl-C.
+Python handles a signal between two lines of the main thread, which may spend minutes in a
+compilation or a device call. So signals go through a pipe to a watch thread, which notifies the
+main thread, and exits the process if the main thread does not stop in time. Saved steps are always
+complete. Before a command opens a `Watch`, and in commands without a `Watch`, `rl/__init__.py`
+handles Ctrl-C.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from reprise.rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED
 from reprise.rl.runtime.waits import HANG_LIMIT_S, code_line
 
 COMPILE_LIMIT_S = 3600.0
-SPEAKING_S = 1.0  # for the last message: a terminal may hang as well
-SAME_STOP_S = 0.5  # launchers pass on a Ctrl-C that the terminal has sent to the process already
-# parts with separate rules
+SPEAKING_S = 1.0  # for the last message, since a terminal may hang too
+SAME_STOP_S = 0.5  # launchers may forward a Ctrl-C that the terminal already sent to the process
+# parts of a run with separate limits
 STARTING, SAVING, EXPORTING, COMPILING = "starting", "checkpoint", "export", "compiling"
 LONG_PARTS = STARTING, EXPORTING, COMPILING
 
@@ -37,7 +38,7 @@ class Stopped(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Seconds allowed without a heartbeat, at work and while compiling, and to leave."""
+    """Seconds without a heartbeat, normally and while compiling, and seconds to stop."""
 
     hang_s: float = HANG_LIMIT_S
     compile_s: float = COMPILE_LIMIT_S
@@ -51,13 +52,13 @@ def stop_signals() -> list[signal.Signals]:
 
 
 class Watch:
-    """Watches the main thread for hangs, and the process for `stop_signals`; a context manager.
+    """A context manager that watches the main thread for hangs, and for `stop_signals`.
 
-    While the run is `starting` a signal ends the process at once. Later `check` raises in the main
-    thread, which has `Limits.stop_s` to leave, and longer to save. A second Ctrl-C ends the process
-    at once, a third one if whole steps (up to `whole_step`) are not saved yet. `standing` returns
-    the last saved step (0: none) and a description of it; `close` removes a live display before the
-    last message.
+    While the run is `starting`, a signal exits the process immediately. Later, `check` raises in
+    the main thread, which has `Limits.stop_s` to stop, and longer to save. A second Ctrl-C exits
+    immediately, or a third Ctrl-C if whole steps (up to `whole_step`) are not saved yet. `standing`
+    returns the last saved step (0 without any) and a description; `close` removes a live display
+    before the last message.
     """
 
     def __init__(
@@ -79,24 +80,24 @@ class Watch:
         self._noted, self._saving = False, saving
         self._stop_requested_s: float | None = None
         self._stopped_at_s, self._insisted = clock(), False
-        self.whole_step = 0  # the last one that the main thread has completed
+        self.whole_step = 0  # the last step that the main thread has completed
         self._main = threading.get_ident()
         self._over = threading.Event()
         self._exits = contextlib.ExitStack()
-        self.signal = signal.SIGTERM  # the latest one
+        self.signal = signal.SIGTERM  # the latest signal
 
     # -- the main thread ----------------------------------------------------------------
 
     def at(self, part: str) -> None:
         """Start a part of the run: `rollout`, `reward`, `update`, `checkpoint` and others."""
         if self._part == SAVING and self._stop_requested_s is not None:
-            self._stop_requested_s = self._clock()  # the time to leave restarts
+            self._stop_requested_s = self._clock()  # restart the time to stop
         self._part = part
         self.heartbeat()
 
     @contextlib.contextmanager
     def within(self, part: str) -> Iterator[None]:
-        """A context manager: run its body as another part, then return to this one."""
+        """Run the body as another part of the run, then return to the previous part."""
         before = self._part
         self.at(part)
         try:
@@ -109,7 +110,7 @@ class Watch:
         self._heartbeat_s = self._clock()
 
     def asked(self) -> bool:
-        """Return whether a stop was requested; a heartbeat as well."""
+        """Return whether a stop was requested; also a heartbeat."""
         self.heartbeat()
         return self._noted or self._should_stop()
 
@@ -120,11 +121,11 @@ class Watch:
 
     @property
     def exit_status(self) -> int:
-        """The status of a stopped run: 75 if it can be resumed, else the signal's."""
+        """The status of a stopped run: 75 if it can be resumed, else 128 + signal number."""
         return EXIT_STOPPED if self._last_saved()[0] else 128 + self.signal
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal in Python; its number is in the pipe already."""
+        """Handle a signal in Python; the pipe already has the signal number."""
         self._noted = True
 
     # -- the thread that watches ----------------------------------------------------------
@@ -157,7 +158,7 @@ class Watch:
 
     def _signalled(self, number: signal.Signals) -> None:
         if number not in self._signals:
-            return  # others' handlers write to the pipe as well
+            return  # handlers of other code write to the pipe too
         first, self.signal = self._stop_requested_s is None, number
         if self._part == STARTING:
             self._end(f"stopped before step {self._last_saved()[0] + 1}")
@@ -172,7 +173,7 @@ class Watch:
                 self._speak(f"still saving: Ctrl-C once more loses {unsaved}")
 
     def _check_limits(self) -> None:
-        """End the process if the main thread made no progress, or did not leave, in time."""
+        """Exit the process if the main thread made no progress, or did not stop, in time."""
         now_s, limits, part = self._clock(), self._limits, self._part
         silent_s = now_s - self._heartbeat_s
         if silent_s > (limits.compile_s if part in LONG_PARTS else limits.hang_s):
@@ -185,7 +186,7 @@ class Watch:
                 self._end(f"stopped at {part}, which did not come to an end in {late_s:.1f} s")
 
     def _unsaved(self) -> str:
-        """Return the whole steps that are not saved, as text; none: an empty one."""
+        """Return the number of unsaved whole steps as text, empty without unsaved steps."""
         count = self.whole_step - self._last_saved()[0]
         return f"{count} whole step{'s' * (count > 1)}" if count > 0 else ""
 
@@ -209,7 +210,7 @@ class Watch:
 
 
 def leave(status: int) -> Any:
-    """End the process without waiting for threads that hang or compile."""
+    """Exit the process without waiting for threads that hang or compile."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -1,4 +1,4 @@
-"""Waiting for another thread; a deadline runs from the last progress, not from the start."""
+"""Waits for another thread, with a timeout since the last progress, not since the start."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class Deadline:
-    """The time to wait without progress; `heartbeat` is called on progress."""
+    """The maximum wait without progress; `heartbeat` is called on progress."""
 
     hang_limit_s: float = HANG_LIMIT_S
     heartbeat: Callable[[], object] = lambda: None
 
 
 class Hang(RuntimeError):
-    """A wait without any progress; the message names the waiter, the wait and its seconds."""
+    """A wait without any progress; the message names the waiter, its target and the seconds."""
 
 
 class ProgramLost(RuntimeError):
-    """Another program has ended, hangs or cannot be reached; the message names it."""
+    """Another program has exited, hangs or cannot be reached; the message names the program."""
 
-    silent = False  # it may still exist: it does not answer, or does nothing
+    silent = False  # True if it may still exist, without an answer or progress
 
 
 def result_of(
     future: Future[T], what: str, deadline: Deadline, progress: Callable[[], Any] = lambda: None
 ) -> T:
-    """Return the future's result. Raises Hang once `progress` has not changed for too long."""
+    """Return the result of a future. Raises Hang if `progress` does not change for too long."""
     seen, since_s = progress(), time.monotonic()
     while not wait([future], min(POLL_S, deadline.hang_limit_s)).done:
         now, now_s = progress(), time.monotonic()
@@ -53,7 +53,7 @@ def result_of(
 
 
 def code_line(thread_id: int) -> str:
-    """Return the line of code that a thread is at: the innermost of ours, else the innermost."""
+    """Return the current line of code of a thread, the innermost in this project if possible."""
     frame = sys._current_frames().get(thread_id)
     if frame is None:
         return "it has ended"
@@ -65,7 +65,7 @@ def code_line(thread_id: int) -> str:
 
 
 def _path_of_ours(filename: str) -> Path | None:
-    """Return the path of a file of this project, from its folder; None for any other file."""
+    """Return the path of a file relative to this project; None for files of other projects."""
     path = Path(filename).resolve()
     if not path.is_relative_to(ROOT):
         return None

@@ -1,23 +1,23 @@
-"""The memory of requests: bodies being read, operations that wait, and answers being sent."""
+"""Memory accounting of requests: bodies being read, waiting operations and answers being sent."""
 
 from __future__ import annotations
 
 MAX_BYTES = 2**29
-SMALL_BYTES = 2**16  # of a request: it may take the last quarter, which large ones cannot
+SMALL_BYTES = 2**16  # only requests of up to this size may take the last quarter
 
 
 class Busy(Exception):
-    """The server has no memory left for the request; the client sends it again later."""
+    """The server has no memory left for the request; the client must retry later."""
 
 
 class Account:
-    """Bytes that are taken and given back, at most `max_bytes`. For the event loop."""
+    """An account of bytes in use, at most `max_bytes`. Only for the event loop."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.max_bytes, self.used = max_bytes, 0
 
     def take(self, num_bytes: int, held: int = 0) -> None:
-        """Take bytes for a request that holds `held` already. Raises Busy, and takes none then."""
+        """Take bytes for a request that already holds `held`. Raises Busy without taking bytes."""
         is_small = held + num_bytes <= SMALL_BYTES
         limit = self.max_bytes if is_small else self.max_bytes * 3 // 4
         if self.used + num_bytes > limit:
@@ -30,18 +30,18 @@ class Account:
 
 
 class Hold:
-    """The bytes that one request has taken of an account."""
+    """The bytes that one request has taken from an account."""
 
     def __init__(self, account: Account) -> None:
         self._account, self.num_bytes = account, 0
 
     def take(self, num_bytes: int) -> None:
-        """Raises Busy."""
+        """Take bytes for this request. Raises Busy."""
         self._account.take(num_bytes, self.num_bytes)
         self.num_bytes += num_bytes
 
     def hand_over(self) -> int:
-        """Return the bytes, which the caller gives back."""
+        """Return the number of held bytes, which the caller must give back."""
         num_bytes, self.num_bytes = self.num_bytes, 0
         return num_bytes
 

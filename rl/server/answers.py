@@ -1,4 +1,4 @@
-"""The results of requests, which clients fetch later, perhaps more than once."""
+"""Results of requests, which clients fetch later and possibly more than once."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 from reprise.rl.server import wire
 from reprise.rl.server.account import Account, Hold
 
-MAX_BYTES = 2**28  # of results that have been fetched, or wait to be
-OVERHEAD_BYTES = 1024  # of an answer besides its result: objects, names and entries of tables
+MAX_BYTES = 2**28  # of ready results, fetched or not
+OVERHEAD_BYTES = 1024  # of an answer besides its result, for objects, names and table entries
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Answer:
-    """A result to come: the bytes of a message or of a JSON object; an error has `error`."""
+    """A pending or ready result: bytes of a message or JSON object; an error has `error`."""
 
-    held_bytes: int = 0  # of the account, until the result is there
+    held_bytes: int = 0  # of the account, until the result is ready
     keeps_body: bool = False
-    ready: asyncio.Event | None = None  # while someone waits
+    ready: asyncio.Event | None = None  # while a client waits
     body: bytes | None = None
     media_type: str = wire.CONTENT_TYPE
 
@@ -41,9 +41,9 @@ class Answer:
 
 
 class Answers:
-    """Answers by request id; the oldest ready ones go once all have more than `max_bytes`.
+    """Answers by request id; the oldest ready answers are dropped above `max_bytes` in total.
 
-    An answer that is not ready holds bytes of the account. All calls are made in the event loop.
+    A pending answer holds bytes of the account. All calls must come from the event loop.
     """
 
     def __init__(self, account: Account, max_bytes: int = MAX_BYTES) -> None:
@@ -64,19 +64,19 @@ class Answers:
         return len(self._answers) - len(self._ready)
 
     def open(self, request_id: str, num_bytes: int = 0) -> None:
-        """Open the answer of an operation that takes so many bytes. Raises Busy."""
+        """Open the answer of an operation that takes `num_bytes`. Raises Busy."""
         num_bytes += OVERHEAD_BYTES
         self._account.take(num_bytes)
         self._answers[request_id] = Answer(num_bytes)
 
     def close(self, request_id: str) -> None:
-        """Forget an answer whose operation does not run."""
+        """Remove the answer of an operation that does not run."""
         self._account.give(self._answers.pop(request_id).held_bytes)
 
     def keep(self, request_id: str | None, hold: Hold) -> None:
-        """Hold a body's bytes until its operation has the result.
+        """Hold the bytes of a request body until the operation has a result.
 
-        A body that is sent again has no operation.
+        The bytes of a repeated request are not kept, since it starts no operation.
         """
         answer = self._answers.get(request_id or "")
         if answer is not None and answer.body is None and not answer.keeps_body:

@@ -1,4 +1,4 @@
-"""The routes of the server: bodies in, answers and errors out."""
+"""The HTTP routes of the server, from request bodies to answers and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STATUSES: dict[type[Exception], int] = {
     Busy: 429,
     ValueError: 400,
 }
-CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False}  # the parts of a call come in order
+CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False}  # so that parts of a call arrive in order
 Handler = Callable[[Service, Request, Hold], Awaitable[Response]]
 
 
@@ -45,9 +45,9 @@ def make_app(
     api_key: str | None = None,
     hosts: tuple[str, ...] | None = LOOPBACK,
 ) -> Starlette:
-    """Return the application, whose samples are the stream's; clients need the key, if any.
+    """Return the application, which samples from `stream`; clients need `api_key` unless None.
 
-    `hosts` are the names that its clients call it by (None: any).
+    `hosts` are the accepted host names of the server (None: any).
     """
     account = Account()
 
@@ -91,12 +91,12 @@ async def _tick(service: Service) -> None:
         await asyncio.sleep(TICK_S)
         try:
             service.tick()
-        except Exception as failure:  # the next one may succeed
+        except Exception as failure:  # the next tick may succeed
             say("".join(traceback.format_exception(failure)), sys.stderr)
 
 
 def _failed(failure: Exception, records: Records) -> Response:
-    """Return the answer to a request that has failed."""
+    """Return the response to a failed request."""
     for kind, status in STATUSES.items():
         if isinstance(failure, kind):
             return error(status, str(failure))
@@ -112,7 +112,7 @@ def _failed(failure: Exception, records: Records) -> Response:
 
 
 def _posted(method: Callable[[Service, dict[str, Any]], Any]) -> Handler:
-    """Return the handler of a method that takes a JSON body and returns an object."""
+    """Return a handler for a method that takes a JSON body and returns an object."""
 
     async def handler(service: Service, request: Request, hold: Hold) -> Response:
         result = method(service, await read_json(request, hold))
@@ -123,7 +123,7 @@ def _posted(method: Callable[[Service, dict[str, Any]], Any]) -> Handler:
 
 
 def _got(method: Callable[[Service, Request], Any]) -> Handler:
-    """Return the handler of a method that takes no body, and returns an object or nothing."""
+    """Return a handler for a method that takes no body, and returns an object or nothing."""
 
     async def handler(service: Service, request: Request, hold: Hold) -> Response:
         return JSONResponse(method(service, request) or {})
@@ -132,7 +132,7 @@ def _got(method: Callable[[Service, Request], Any]) -> Handler:
 
 
 async def _telemetry(service: Service, request: Request, hold: Hold) -> Response:
-    """Drop it: it may hold keys."""
+    """Discard telemetry, which may contain keys."""
     async for _ in request.stream():
         pass
     return JSONResponse({"status": "accepted"})
@@ -148,9 +148,9 @@ async def _train(service: Service, request: Request, hold: Hold) -> Response:
 
 
 async def _retrieve(service: Service, request: Request, hold: Hold) -> Response:
-    """Return an answer once it is ready; 408 while it is not, and 410 if it is unknown.
+    """Return an answer once ready, 408 if still pending, or 410 if the request is unknown.
 
-    At a 410 a client requests samples again, as after a start of the server.
+    After a 410 a client requests samples again, as after a restart of the server.
     """
     request_id = field(await read_json(request, hold), "request_id", str)
     hold.release()
@@ -172,7 +172,7 @@ async def _retrieve(service: Service, request: Request, hold: Hold) -> Response:
 
 
 def _page(request: Request) -> tuple[int, int]:
-    """Return how many entries a listing shows, and after how many."""
+    """Return the limit and the offset of a listing."""
     sizes = []
     for name, default in (("limit", "100"), ("offset", "0")):
         text = request.query_params.get(name, default)
@@ -192,7 +192,7 @@ def _list_checkpoints(service: Service, request: Request) -> Any:
 
 
 def _publish(service: Service, request: Request) -> None:
-    """Note whether a checkpoint is public: every client of this server can read all of them."""
+    """Record whether a checkpoint is public, although every client can read all checkpoints."""
     is_public = request.method == "POST"
     service.listings.change_checkpoint(*_checkpoint(request), public=is_public)
 

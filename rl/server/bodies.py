@@ -1,4 +1,4 @@
-"""Checked fields of JSON bodies; the data, settings and results of protocol-buffer bodies."""
+"""Validated fields of JSON bodies; data, settings and results of protocol-buffer bodies."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from reprise.spec.config import SamplingConfig
 T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 INPUTS = {"target_tokens", "weights", "logprobs", "advantages"}
-RATIO_MASK = "sequence_ratio_mask"  # gspo's, in place of weights
+RATIO_MASK = "sequence_ratio_mask"  # for gspo, in place of weights
 BOUNDS = {"clip_low_threshold": "low", "clip_high_threshold": "high"}
 SETTINGS = BOUNDS | {"beta": "beta"}
 MAX_SAMPLES = 1024
-MAX_TTL_S = 100 * 366 * 86_400  # a hundred years: the calendar of listings ends in 9999
+MAX_TTL_S = 100 * 366 * 86_400  # a hundred years, since listings only show dates up to 9999
 MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 MAX_METADATA_BYTES = 2**14
@@ -30,11 +30,11 @@ _REQUIRED: Any = object()
 
 
 class Unknown(Exception):
-    """There is no such thing here."""
+    """The requested object does not exist."""
 
 
 def field(body: Mapping[str, Any], name: str, kind: type[T], default: Any = _REQUIRED) -> T:
-    """Return a field of a JSON object. Raises ValueError if it has another type."""
+    """Return a field of a JSON object. Raises ValueError if it is missing or has another type."""
     value = body.get(name, default)
     if value is _REQUIRED:
         raise ValueError(f"expected the field {name!r}")
@@ -53,9 +53,9 @@ def number(
     high: float = 2**62,
     kind: type[int] | type[float] = int,
 ) -> Any:
-    """Return a number from `low` to `high`: an integer, or a float. Raises ValueError.
+    """Return an integer or float from `low` to `high`. Raises ValueError.
 
-    All numbers of JSON bodies are read here. Bounds are compared before an integer, which may have
+    All numbers of JSON bodies are read here. Bounds are checked before an integer, which may have
     thousands of digits, becomes a float.
     """
     value = body.get(name, default)
@@ -63,20 +63,20 @@ def number(
         return None
     is_number = type(value) is int or (kind is float and type(value) is float)
     if not is_number:
-        return field(body, name, kind, default)  # raises: it is missing, or of another type
-    if not low <= value <= high:  # so is NaN
+        return field(body, name, kind, default)  # raises, since missing or of another type
+    if not low <= value <= high:  # also rejects NaN
         raise ValueError(f"{name}: expected {low} to {high}, got {value!r:.50}")
     return kind(value)
 
 
 def ttl_s(body: Mapping[str, Any]) -> int | None:
-    """Return how long a checkpoint lives; None: for ever. Raises ValueError."""
+    """Return the lifetime of a checkpoint in seconds, or None for ever. Raises ValueError."""
     found: int | None = number(body, "ttl_seconds", None, high=MAX_TTL_S)
     return found
 
 
 def check_name(text: str) -> str:
-    """Return the name of a checkpoint. Raises ValueError."""
+    """Return `text` if it is a valid name for a checkpoint. Raises ValueError."""
     if not NAME.fullmatch(text):
         raise ValueError(
             f"expected a name of letters, digits, '.', '_' and '-' (at most 128), got {text!r:.150}"
@@ -85,7 +85,10 @@ def check_name(text: str) -> str:
 
 
 def texts(body: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metadata of a request: clients read texts alone. Raises ValueError."""
+    """Return the metadata of a request as texts, since clients read only texts.
+
+    Raises ValueError.
+    """
     metadata = field(body, "user_metadata", dict, None) or {}
     found = {str(key): str(value) for key, value in metadata.items()}
     if (size := len(json.dumps(found))) > MAX_METADATA_BYTES:
@@ -111,7 +114,7 @@ def prompt_ids(prompt: Mapping[str, Any]) -> tuple[int, ...]:
 def parse_sampling(
     params: Mapping[str, Any], prompt_tokens: int, max_tokens: int
 ) -> SamplingConfig:
-    """Return how responses are drawn. Raises ValueError."""
+    """Return the sampling settings of a request. Raises ValueError."""
     room = max_tokens - prompt_tokens
     if room < 1:
         raise ValueError(
@@ -156,7 +159,7 @@ def sampled(samples: Sequence[Sample], prompt_logprobs: np.ndarray | None) -> by
             tokens=wire.int32_bytes(sample.token_ids),
             logprobs=wire.float32_bytes(sample.logprobs),
         )
-    if prompt_logprobs is not None:  # the first token has none
+    if prompt_logprobs is not None:  # the first token has no log-prob
         response.prompt_logprobs = wire.float32_bytes([math.nan, *prompt_logprobs])
     data: bytes = response.SerializeToString()
     return data
@@ -171,7 +174,7 @@ def parse_operation(body: bytes) -> Any:
 
 
 def parse_datum(message: Any, loss: str) -> Datum:
-    """Return a message's datum. Raises ValueError."""
+    """Return the datum in a message. Raises ValueError."""
     parts = []
     for chunk in message.model_input:
         if not chunk.HasField("encoded_text"):
@@ -206,7 +209,7 @@ def parse_datum(message: Any, loss: str) -> Datum:
 
 
 def loss_settings(message: Any) -> LossSettings:
-    """Return the settings of a loss. Raises ValueError for ones that it does not read."""
+    """Return the settings of a loss. Raises ValueError for settings that the loss does not read."""
     defaults = complete(message.loss_fn, None)
     known = [name for name, field in SETTINGS.items() if getattr(defaults, field) is not None]
     values = dict(message.loss_fn_config)
@@ -222,7 +225,7 @@ def loss_settings(message: Any) -> LossSettings:
 
 
 def trained(output: Output) -> bytes:
-    """Return a pass's result as a message."""
+    """Return the result of a pass as a message."""
     record = wire.make("ArrayRecord", num_datums=len(output.logprobs))
     record.fields["logprobs"].CopyFrom(wire.batched(output.logprobs))
     message = wire.make("ForwardBackwardOutput", loss_fn_output_type="ArrayRecord")

@@ -1,4 +1,4 @@
-"""Connections with a bound on their number, and on the time that a header or a body takes."""
+"""Connections with a limit on their number, and on the time for a header or a body."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MAX_CONNECTIONS = 4096  # a client of Tinker opens up to 1,000
+MAX_CONNECTIONS = 4096  # a Tinker client opens up to 1,000
 FILES = 256  # of the process besides its connections
 HEADER_S = 10.0
 BODY_S = 120.0
@@ -22,8 +22,8 @@ SEND_S = 120.0  # for a client to take the next part of an answer
 class Connection(H11Protocol):
     """A connection that is closed if its client takes too long.
 
-    At the bound the one that has waited for a header for longest makes room: half-sent requests
-    keep no client out. `without_header` has these, in the order of their coming.
+    At the limit, the connection that has waited longest for a header is closed, so that half-sent
+    requests keep no client out. `without_header` has the waiting connections, oldest first.
     """
 
     def __init__(
@@ -73,22 +73,22 @@ class Connection(H11Protocol):
             self._slow = None
 
     def close(self) -> None:
-        """End the connection now; the request that runs, if any, finds its client gone."""
+        """Abort the connection; a running request then sees that the client has disconnected."""
         self.connections.discard(self)
         self._without_header.pop(self, None)
         self.transport.abort()
 
     def _watch(self) -> None:
-        """Start the deadline of the header or body to come, if it has changed."""
+        """Start the deadline for the next header or body, if the deadline has changed."""
         state, is_idle = self.conn.their_state, self.timeout_keep_alive_task is not None
-        if state is h11.IDLE and not is_idle:  # uvicorn closes one that is idle after an answer
+        if state is h11.IDLE and not is_idle:  # uvicorn closes connections idle after an answer
             self._wait(HEADER_S)
         elif state is h11.SEND_BODY:
             self._wait(BODY_S)
         else:
             self._wait(None)
             if state is h11.DONE and self.conn.trailing_data[0]:
-                self.close()  # it sends a request before it has the last one's answer
+                self.close()  # the client sent a request before the last answer
 
     def _wait(self, limit_s: float | None) -> None:
         if limit_s == self._phase:
@@ -105,7 +105,7 @@ class Connection(H11Protocol):
 
 
 def configured(app: Any, **network: Any) -> uvicorn.Config:
-    """Return the configuration of a server of `app`."""
+    """Return the uvicorn configuration of a server for `app`."""
     protocol: Any = partial(
         Connection, without_header=dict[Connection, None](), max_connections=_room()
     )
@@ -115,7 +115,7 @@ def configured(app: Any, **network: Any) -> uvicorn.Config:
 
 
 def _room() -> int:
-    """Return how many connections the process has files for, after raising its limit."""
+    """Raise the limit of open files, and return the number of connections that it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

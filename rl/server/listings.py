@@ -1,4 +1,4 @@
-"""Lists of training runs, checkpoints and sessions, and changes of checkpoints."""
+"""Listings of training runs, checkpoints and sessions, and changes to checkpoints."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from reprise.rl.server.bodies import SHORT, Unknown, field
 from reprise.rl.server.records import KINDS, SAMPLER, TRAINING, CheckpointPath, Record, Records
 
-MAX_TIME_S = 253_402_300_799  # the end of the year 9999, the last one of `datetime`
+MAX_TIME_S = 253_402_300_799  # the end of the year 9999, the maximum of `datetime`
 
 
 class Listings:
-    """A server's records as clients see them; `name` is its model's."""
+    """Server records as clients see them; `name` is the name of the model."""
 
     def __init__(self, records: Records, name: str) -> None:
         self.records, self.name = records, name
@@ -53,7 +53,7 @@ class Listings:
         return {"checkpoints": shown, "cursor": cursor if run is None else None}
 
     def change_checkpoint(self, run: str, checkpoint_id: str, **fields: Any) -> None:
-        """Change a checkpoint's record."""
+        """Change fields in the record of a checkpoint."""
         self.records.change("checkpoints", self._known(run, checkpoint_id), **fields)
 
     def expire_after(self, run: str, checkpoint_id: str, ttl_s: int | None) -> None:
@@ -91,7 +91,7 @@ class Listings:
 
 
 def checkpoint(record: Record) -> Record:
-    """Return a checkpoint as clients see it."""
+    """Return a checkpoint record as clients see it."""
     expires_s = record["expires_s"]
     return {
         **{"checkpoint_id": f"{record['kind']}/{record['name']}"},

@@ -1,7 +1,7 @@
-"""The sessions, samplers, training runs and checkpoints of a server, in a file that outlives it.
+"""Persistent records of the sessions, samplers, training runs and checkpoints of a server.
 
-Each change is one line of JSON, appended; reading them in turn gives the tables of now. A start
-writes the file anew with the live records alone.
+Each change appends one line of JSON to a file; replaying all lines gives the current tables. A
+start rewrites the file with only the live records.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KINDS = {TRAINING: "training", SAMPLER: "sampler"}
 FILE = "records.jsonl"
 LOCK = "server.lock"
 CHECKPOINTS = "checkpoints"
-DELETED = ".deleted"  # ends the name of a folder whose checkpoint is gone
+DELETED = ".deleted"  # suffix for the folder name of a deleted checkpoint
 FOLDER = re.compile(r"[0-9a-f]{32}")
 FIELDS: Mapping[str, set[str]] = {
     "sessions": {"finished"},
@@ -41,15 +41,15 @@ FIELDS: Mapping[str, set[str]] = {
         "user_metadata",
     },
 }
-MAX_BYTES = 2**26  # of the live records' lines
-SLACK_BYTES = 2**24  # of old lines, before the file is written anew
+MAX_BYTES = 2**26  # of the lines of live records
+SLACK_BYTES = 2**24  # of old lines before the file is rewritten
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 Record = dict[str, Any]
-Change = tuple[str, str, Record | None]  # table, key, and the record; None: it is gone
+Change = tuple[str, str, Record | None]  # table, key, and record (None: deleted)
 
 
 def no_space(error: BaseException | None, folder: Path) -> str | None:
-    """Return a sentence for an error of a full disk or of one that it caused, else None."""
+    """Return an error message if a full disk caused `error`, directly or indirectly, else None."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in FULL:
             return (
@@ -86,9 +86,9 @@ class CheckpointPath:
 class Records:
     """Tables of records by id: `sessions`, `samplers`, `runs`, and `checkpoints` by path.
 
-    Only paths of the table lead to a folder, so that no text of a client names another one. Any
-    thread may call; who iterates over a table takes a list of it first. A table changes once the
-    line is on the disk. `now_s` is the time, for checkpoints that expire.
+    Folder names come only from records, so that clients cannot name other folders. Any thread may
+    call; to iterate over a table, copy it to a list first. A table changes after the line is on
+    disk. `now_s` returns the time, for checkpoints that expire.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Records:
         self.samplers: dict[str, Record] = {}
         self.runs: dict[str, Record] = {}
         self.checkpoints: dict[str, Record] = {}
-        self._of_runs: dict[str, dict[str, Record]] = {}  # checkpoints by path, of each run
+        self._of_runs: dict[str, dict[str, Record]] = {}  # by run: checkpoints by path
         self.live_bytes = 0
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -125,7 +125,7 @@ class Records:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         self._sync_folder()
         self._file_bytes, self._is_torn = self._read(path), False
-        os.ftruncate(self._file, self._file_bytes)  # a line that a kill has cut
+        os.ftruncate(self._file, self._file_bytes)  # drop a line that a kill truncated
         self._sweep()
         self._compact_above = 2 * self.live_bytes + SLACK_BYTES
         if self._file_bytes != self.live_bytes:
@@ -142,7 +142,7 @@ class Records:
         self._file = self._lock = -1
 
     def put(self, table: str, key: str, record: Mapping[str, Any]) -> None:
-        """Add a record or replace it. Raises Busy, or OSError; nothing has changed then."""
+        """Add or replace a record. Raises Busy or OSError without changing anything."""
         self.write([(table, key, dict(record))])
 
     def change(self, table: str, key: str, **fields: Any) -> None:
@@ -151,7 +151,7 @@ class Records:
             self.put(table, key, getattr(self, table)[key] | fields)
 
     def write(self, changes: Sequence[Change]) -> None:
-        """Make changes with one write. Raises Busy, or OSError; nothing has changed then."""
+        """Apply changes with one write. Raises Busy or OSError without changing anything."""
         lines = [_line(*change) for change in changes]
         with self._mutex:
             growth = sum(map(self._growth, changes))
@@ -164,9 +164,9 @@ class Records:
                 self._compact()
 
     def drop_checkpoint(self, path: str) -> None:
-        """Delete a checkpoint with its folder, on a full disk too.
+        """Delete a checkpoint and its folder, even on a full disk.
 
-        The folder loses its name first: a start drops a record whose folder is gone.
+        The folder is renamed first, because a start drops records without a folder.
         """
         tombstones: list[Change] = [("checkpoints", path, None)]
         with self._mutex:
@@ -189,18 +189,18 @@ class Records:
                 self._try_append(lines)
 
     def checkpoint(self, path: str) -> Record:
-        """Return the record of a checkpoint. Raises ValueError if there is none, or it expired."""
+        """Return the record of a checkpoint. Raises ValueError if it is missing or expired."""
         record = self.checkpoints.get(path)
         if record is None or is_over(record, self.now_s()):
             raise ValueError(f"found no checkpoint {path!r:.200}")
         return record
 
     def checkpoint_folder(self, path: str) -> Path:
-        """Return the folder of a checkpoint. Raises ValueError if there is none."""
+        """Return the folder of a checkpoint. Raises ValueError if it is missing or expired."""
         return self.folder / CHECKPOINTS / self.checkpoint(path)["folder"]
 
     def expire(self) -> None:
-        """Delete the checkpoints whose time is up."""
+        """Delete expired checkpoints."""
         now_s = self.now_s()
         for path in [path for path, c in list(self.checkpoints.items()) if is_over(c, now_s)]:
             self.drop_checkpoint(path)
@@ -209,13 +209,13 @@ class Records:
         return list(self._of_runs.get(run, {}).values())
 
     def of_session(self, table: str, session: str) -> list[str]:
-        """Return the keys of a session's samplers or runs."""
+        """Return the keys of the samplers or runs of a session."""
         return [k for k, r in list(getattr(self, table).items()) if r["session"] == session]
 
     # -- the file --------------------------------------------------------------------------
 
     def _growth(self, change: Change) -> int:
-        """Return how many bytes a change adds to the live lines."""
+        """Return the number of bytes that a change adds to the live lines."""
         table, key, record = change
         old = getattr(self, table).get(key)
         added = len(_line(*change)) if record is not None else 0
@@ -240,7 +240,7 @@ class Records:
                 del self._of_runs[run]
 
     def _append(self, lines: bytes) -> None:
-        """Write lines whole, or raise OSError and leave the file as it was."""
+        """Write all lines, or raise OSError and leave the file unchanged."""
         if self._is_torn:
             os.ftruncate(self._file, self._file_bytes)
         self._is_torn = True
@@ -263,7 +263,7 @@ class Records:
         return True
 
     def _read(self, path: Path) -> int:
-        """Apply the changes of a file; return the bytes of its whole lines. Raises ValueError."""
+        """Apply the changes in a file; return the bytes in complete lines. Raises ValueError."""
         whole = 0
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -294,7 +294,7 @@ class Records:
                 shutil.rmtree(found, ignore_errors=True)
 
     def _compact(self) -> None:
-        """Write the file anew, with the live records alone; without room it stays as it is."""
+        """Rewrite the file with only the live records; keep the old file if this fails."""
         path, new = self.folder / FILE, self.folder / f"{FILE}.new"
         changes = [(table, *entry) for table in FIELDS for entry in getattr(self, table).items()]
         file = -1
@@ -313,12 +313,12 @@ class Records:
             os.close(self._file)
             self._file, self._is_torn = file, False
             self._file_bytes = self.live_bytes = os.fstat(file).st_size
-            with contextlib.suppress(OSError):  # the name has changed: this file is the one
+            with contextlib.suppress(OSError):  # renamed, so this file is current
                 self._sync_folder()
         self._compact_above = 2 * self._file_bytes + SLACK_BYTES
 
     def _sync_folder(self) -> None:
-        """Keep the names of new files through a loss of power."""
+        """Make the names of new files survive a power loss."""
         handle = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(handle)
@@ -327,14 +327,14 @@ class Records:
 
 
 def _write(file: int, data: bytes) -> None:
-    """Write all of it, to the disk. Raises OSError, after a part perhaps."""
-    if os.write(file, data) < len(data):  # Linux writes less than 2 GiB whole if there is room
+    """Write and sync all of `data`. Raises OSError, possibly after a partial write."""
+    if os.write(file, data) < len(data):  # if space is left, Linux writes up to 2 GiB in one call
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.fsync(file)
 
 
 def is_over(checkpoint: Record, now_s: float) -> bool:
-    """Return whether the time of a checkpoint is up."""
+    """Return whether a checkpoint has expired."""
     return checkpoint["expires_s"] is not None and checkpoint["expires_s"] < now_s
 
 
@@ -343,7 +343,7 @@ def _line(table: str, key: str, record: Record | None) -> bytes:
 
 
 def _parsed(line: bytes, path: Path, number: int) -> Change:
-    """Return the change of a line. Raises ValueError, which names the line."""
+    """Return the change in a line. Raises ValueError with the line number."""
     try:
         change = json.loads(line)
         table = change["table"]

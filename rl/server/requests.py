@@ -1,4 +1,4 @@
-"""Requests as they come in and answers as they go out: who may send them, and their memory."""
+"""Incoming requests and outgoing answers: access checks and memory limits."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from reprise.rl.server.account import SMALL_BYTES, Hold
 MAX_BODY_BYTES = 2**26
 MAX_JSON_BYTES = 2**23
 MAX_CONTAINERS = 2**16  # lists and objects of a JSON body
-JSON_FACTOR = 16  # the memory of parsed JSON, over its bytes
+JSON_FACTOR = 16  # memory of parsed JSON per byte
 MESSAGE_FACTOR = 2
-PART_BYTES = 2**16  # of an answer, sent at once
+PART_BYTES = 2**16  # of an answer, sent in one message
 JSON_TYPE = "application/json"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 T = TypeVar("T")
 
 
 class TooLarge(Exception):
-    """A body of more bytes than are read."""
+    """A request body above the size limit."""
 
 
 def error(status: int, text: str) -> Response:
@@ -38,10 +38,10 @@ def error(status: int, text: str) -> Response:
 def refusal(
     request: Request, hosts: tuple[str, ...] | None, api_key: str | None
 ) -> Response | None:
-    """Return the answer to a request that is not for this server, or not by one of its clients.
+    """Return an error for a request to another host or from an unauthorized client, else None.
 
-    A page of another site can send requests to loopback, with its name as their Host after DNS
-    rebinding. Programs send no Origin. `hosts` None takes any Host, which needs a key.
+    A page of another site can send requests to loopback, and its name is the Host after DNS
+    rebinding. Programs send no Origin. If `hosts` is None, any Host is accepted, which needs a key.
     """
     host, origin = request.headers.get("host", ""), request.headers.get("origin")
     if hosts is not None and _name(host) not in hosts:
@@ -58,7 +58,7 @@ def refusal(
 
 
 def _netloc(url: str) -> str | None:
-    """Return the host and port of an origin; None if it has none."""
+    """Return the host and port of an origin, or None without a host."""
     try:
         return urlsplit(url).netloc or None
     except ValueError:
@@ -66,7 +66,7 @@ def _netloc(url: str) -> str | None:
 
 
 def _name(host: str) -> str | None:
-    """Return the name in a Host header, without its port."""
+    """Return the name in a Host header, without the port."""
     try:
         return urlsplit(f"//{host}").hostname
     except ValueError:
@@ -74,7 +74,7 @@ def _name(host: str) -> str | None:
 
 
 async def read_body(request: Request, hold: Hold, factor: int, limit: int) -> bytearray:
-    """Return the body, whose bytes times `factor` the request then holds.
+    """Return the body; the request then holds `factor` times the bytes of the body.
 
     Raises TooLarge, Busy, or starlette's ClientDisconnect.
     """
@@ -88,13 +88,13 @@ async def read_body(request: Request, hold: Hold, factor: int, limit: int) -> by
 
 
 async def read_json(request: Request, hold: Hold) -> dict[str, Any]:
-    """Return the object of a JSON body. Raises ValueError, TooLarge, or Busy."""
+    """Return the object of a JSON body, {} if empty. Raises ValueError, TooLarge, or Busy."""
     body = await read_body(request, hold, JSON_FACTOR, MAX_JSON_BYTES)
     return await off_loop(_parsed, body) if body else {}
 
 
 async def off_loop(parse: Callable[[Any], T], body: bytes | bytearray) -> T:
-    """Parse a body, in a thread if it is large: others are answered meanwhile."""
+    """Parse a body; large bodies are parsed in a thread, so that the event loop is not blocked."""
     if len(body) <= SMALL_BYTES:
         return parse(body)
     return await asyncio.to_thread(parse, body)
@@ -113,10 +113,10 @@ def _parsed(body: bytearray) -> dict[str, Any]:
 
 
 class InParts(Response):
-    """A large response, sent in parts as the client takes them; it holds its bytes until then."""
+    """A large response, sent in parts as the client reads; its bytes are held until sent."""
 
     def __init__(self, response: Response, hold: Hold) -> None:
-        """Raises Busy."""
+        """Take the bytes of the body. Raises Busy."""
         hold.take(len(response.body))
         super().__init__(None, response.status_code)
         self.body = response.body

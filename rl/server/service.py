@@ -1,6 +1,6 @@
-"""Sessions, models, samplers and checkpoints of one policy, and the operations on them.
+"""Sessions, models, samplers and checkpoints of one policy, and operations on these.
 
-Everything here runs in the event loop, but for the operations that `rl.server.worker` calls.
+All code here runs in the event loop, except the operations that `rl.server.worker` calls.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from reprise.rl.server.weights import Weights
 from reprise.rl.server.worker import Result, Worker
 
 MAX_MODELS = 16  # adapters in training, with their optimizer states
-MAX_SESSIONS = 10_000  # above, the oldest ones without a client or a checkpoint are forgotten
-FORGOTTEN = 100  # sessions at once
-SAMPLE_BYTES = 2048  # of memory for a response that is to come
-IDLE_S = 3600.0  # after which a session without a heartbeat gives up its models
-SILENT_S = 300.0  # after which a session without a heartbeat may be forgotten
+MAX_SESSIONS = 10_000  # then the oldest sessions without a client or a checkpoint are dropped
+FORGOTTEN = 100  # sessions dropped in one call
+SAMPLE_BYTES = 2048  # of memory for a pending response
+IDLE_S = 3600.0  # after which a session without a heartbeat may lose its models
+SILENT_S = 300.0  # after which a session without a heartbeat may be dropped
 
 
 class Gone(Exception):
@@ -41,7 +41,7 @@ class Gone(Exception):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Served:
-    """The policy of a server, and its name and its tokenizer's for clients."""
+    """The policy of a server, with the policy and tokenizer names that clients see."""
 
     policy: Policy
     name: str
@@ -49,7 +49,7 @@ class Served:
 
 
 class Service:
-    """The state of a server; the time is the records'."""
+    """The state of a server; time comes from the clock of `records`."""
 
     def __init__(
         self, served: Served, records: Records, worker: Worker, account: Account | None = None
@@ -89,7 +89,7 @@ class Service:
         return {}
 
     def finish(self, session: str) -> None:
-        """End a session: its models are gone, and its checkpoints without a name."""
+        """Finish a session, and drop its models and unnamed checkpoints."""
         if session not in self.records.sessions:
             raise Unknown(f"found no session {session!r:.100}")
         self.records.change("sessions", session, finished=True)
@@ -128,7 +128,7 @@ class Service:
         self._heartbeats[session] = self._now_s()
 
     def _drop_models(self, session: str, why: str) -> None:
-        """Free the models of a session; operations that have not run end with an error."""
+        """Free the models of a session; pending operations fail."""
         for model in [m for m in self.models.values() if m.session == session]:
             self._drop_model(model, f"{model.run}: {why}")
 
@@ -174,7 +174,7 @@ class Service:
     def _make_model(
         self, body: Mapping[str, Any], rank: int, targets: list[str], make: Callable[[], Policy]
     ) -> Record:
-        """Queue a new model, unless it was requested before."""
+        """Queue the creation of a model, unless the same request is already known."""
         session = field(body, "session_id", str)
         self._live(session)
         run = f"{session}:train:{number(body, 'model_seq_id')}"
@@ -203,7 +203,7 @@ class Service:
             return {"model_id": run}
 
         def done(result: Result) -> None:
-            if model.policy is None or model.ended is not None:  # it failed, and takes no room
+            if model.policy is None or model.ended is not None:  # failed or dropped
                 self._drop_model(model, f"{run} was not made")
             answer(result)
 
@@ -239,9 +239,9 @@ class Service:
     # -- operations on a model -------------------------------------------------------------
 
     def train(self, operation: Any, body: bytes) -> Record:
-        """Queue a forward or a forward and backward pass, whose body is read in its turn.
+        """Queue a forward pass, or forward and backward; the body is parsed when the pass runs.
 
-        A client sends the next number after an error of the body, which is therefore the result.
+        An error in the body becomes the result, because the client then sends the next number.
         """
 
         def run(policy: Policy) -> Result:
@@ -262,7 +262,7 @@ class Service:
         return self._queue(body, run)
 
     def load(self, body: Mapping[str, Any]) -> Record:
-        """Queue loading of a checkpoint: into a model, or into a new one."""
+        """Queue loading of a checkpoint into an existing or a new model."""
         if body.get("model_id") is None:
             return self.create_from(body)
 
@@ -279,13 +279,13 @@ class Service:
         return self._queue(body, partial(self._save_as, body, TRAINING))
 
     def save_sampler(self, body: Mapping[str, Any]) -> Record:
-        """Queue a checkpoint to sample from; without a name it opens a sampling session."""
+        """Queue a checkpoint to sample from; without a name, this opens a sampling session."""
         if body.get("path") is not None:
             return self._queue(body, partial(self._save_as, body, SAMPLER))
 
         def run(policy: Policy) -> Result:
             model_id = field(body, "model_id", str)
-            # no client can choose this name: it has a "~"
+            # no client can choose this name, because names of clients have no "~"
             at = CheckpointPath(model_id, SAMPLER, f"unnamed~{number(body, 'seq_id')}")
             session = self.records.runs[model_id]["session"]
             key = f"{session}:sample:{number(body, 'sampling_session_seq_id')}"
@@ -308,14 +308,15 @@ class Service:
         return str(at)
 
     def _queue(self, body: Mapping[str, Any], run: Callable[[Policy], Result]) -> Record:
-        """Queue an operation, which checks the other fields of its body in its turn.
+        """Queue an operation, which checks other fields of the body only when it runs.
 
-        A client sends the next number after a 400: later operations would wait for this one.
+        After a 400, the client would send the next number, and that operation would wait for the
+        missing number.
         """
         return self._in_turn(field(body, "model_id", str), number(body, "seq_id"), run)
 
     def _in_turn(self, run: str, seq: int, operation: Callable[[Policy], Result]) -> Record:
-        """Queue an operation on a model after the ones with lower numbers."""
+        """Queue an operation on a model after all operations with lower numbers."""
         model, request_id = self._model(run), f"{run}:{seq}"
         if request_id in self.answers:
             return {"request_id": request_id}
@@ -331,7 +332,7 @@ class Service:
         return {"request_id": request_id}
 
     def _open(self, request_id: str, num_bytes: int = 0) -> Callable[[Result], None]:
-        """Open an answer; returns what sets it. Raises Busy."""
+        """Open an answer, and return a function that sets it. Raises Busy."""
         self.answers.open(request_id, num_bytes)
         return partial(self.answers.set, request_id)
 
@@ -379,7 +380,7 @@ class Service:
         sampling = bodies.parse_sampling(params, len(tokens), limit)
         noise = request_id if seed is None else f"seed {seed}"
 
-        used = list[Sampler]()  # also if its checkpoint is deleted, or saved again, meanwhile
+        used = list[Sampler]()  # kept even if the checkpoint is deleted or replaced later
 
         def request() -> SampleRequest:
             used.append(self.weights.sampler(path))

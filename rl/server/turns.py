@@ -1,4 +1,4 @@
-"""Operations on a model in the order of their numbers, which may come in another one."""
+"""Operations on a model in the order of their numbers, even if requests arrive out of order."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 from reprise.rl.python.api import Policy
 
-MAX_AHEAD = 4096  # operations of a model whose predecessors have not come
-GAP_S = 600.0  # after which they are answered without the one that is missing
+MAX_AHEAD = 4096  # operations of a model that wait for a missing predecessor
+GAP_S = 600.0  # after which waiting operations fail
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """`start` queues it for the worker; `answer` sets its result instead."""
+    """An operation: `start` queues it for the worker; `answer` sets a result without running it."""
 
     start: Callable[[], None]
     answer: Callable[[dict[str, Any]], None]
 
 
 class Turns:
-    """Starts operations in turn; one that comes before its predecessors waits for them."""
+    """A queue that starts operations in order; an early operation waits for its predecessors."""
 
     def __init__(self) -> None:
         self.next_number = 1
@@ -29,7 +29,7 @@ class Turns:
         self._since_s = 0.0  # since when the next number is missing
 
     def check(self, number: int) -> None:
-        """Raise ValueError for a number that cannot come now."""
+        """Raise ValueError for a number that has passed or is too far ahead."""
         if not self.next_number <= number < self.next_number + MAX_AHEAD:
             raise ValueError(f"expected seq_id {self.next_number} or a later one, got {number}")
 
@@ -43,14 +43,14 @@ class Turns:
             self._since_s = now_s
 
     def expire(self, now_s: float) -> None:
-        """Answer the operations that have waited too long; later ones run."""
+        """Fail the operations that have waited too long; later operations run."""
         if self._ahead and now_s - self._since_s > GAP_S:
             last = max(self._ahead)
             self.drop(f"the operation with seq_id {self.next_number} has not come")
             self.next_number = last + 1
 
     def drop(self, why: str) -> None:
-        """Answer the operations that wait with an error."""
+        """Answer all waiting operations with an error."""
         waiting, self._ahead = self._ahead, {}
         for operation in waiting.values():
             operation.answer({"error": why, "category": "user"})
@@ -58,7 +58,7 @@ class Turns:
 
 @dataclasses.dataclass(eq=False)
 class Model:
-    """A model in training: its adapter once it is made, its operations, and why it has ended."""
+    """A model in training: its adapter once created, its operations, and why it has ended."""
 
     run: str
     session: str
@@ -67,12 +67,12 @@ class Model:
     ended: str | None = None
 
     def end(self, why: str) -> None:
-        """Free the adapter, and answer the operations that wait."""
+        """Free the adapter, and answer all waiting operations with an error."""
         self.ended, self.policy = why, None
         self.turns.drop(why)
 
     def live_policy(self) -> Policy:
-        """Return the adapter. Raises ValueError if there is none."""
+        """Return the policy with the adapter. Raises ValueError if the model has no adapter."""
         policy = self.policy
         if policy is None:
             raise ValueError(self.ended or f"{self.run} was not made")

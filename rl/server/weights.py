@@ -1,4 +1,4 @@
-"""Checkpoints written and loaded, and the samplers in memory: for the worker's thread."""
+"""Checkpoint files and in-memory samplers of a server, for use in the worker thread."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MAX_SAMPLERS = 16  # adapters that stay in memory to sample from
 
 
 class Weights:
-    """A policy's adapters: each checkpoint's folder, and the ones that were sampled from last."""
+    """The adapters of a policy: folders of checkpoints, and recently used samplers in memory."""
 
     def __init__(self, policy: Policy, records: Records) -> None:
         self._policy, self._records = policy, records
-        # By the checkpoint's folder, which no other one has had; None: no adapter. Newest last.
+        # By checkpoint folder (never reused), or None without an adapter. Newest last.
         self._samplers: dict[str | None, Sampler] = {}
 
     def save(
@@ -32,9 +32,9 @@ class Weights:
         policy: Policy,
         sampling_session: str | None = None,
     ) -> None:
-        """Write a checkpoint, one of samplers without the optimizer. Raises ValueError.
+        """Write a checkpoint, without the optimizer for samplers. Raises ValueError.
 
-        A `sampling_session` is the only one that has it: its client gave it no name.
+        A checkpoint with a `sampling_session` has no name from a client; only that session uses it.
         """
         path = str(at)
         lives_s = ttl_s(body)
@@ -72,14 +72,14 @@ class Weights:
         self.drop_unnamed(at.run, MAX_SAMPLERS)
 
     def drop_unnamed(self, run: str, num_left: int) -> None:
-        """Delete a run's checkpoints without a name but for the newest; from any thread."""
+        """Delete unnamed checkpoints of a run except the newest `num_left`; from any thread."""
         own = self._records.run_checkpoints(run)
         unnamed = [c for c in own if c.get("sampling_session") is not None]
         for record in unnamed[: max(0, len(unnamed) - num_left)]:
             self._records.drop_checkpoint(record["path"])
 
     def sampler(self, path: str | None) -> Sampler:
-        """Return a checkpoint's weights, or the policy's without an adapter. Raises ValueError."""
+        """Return the sampler of a checkpoint, None for the plain policy. Raises ValueError."""
         key = None if path is None else self._records.checkpoint(path)["folder"]
         if (sampler := self._samplers.get(key)) is None:
             sampler = self._adapted(path).sampler()
@@ -88,7 +88,7 @@ class Weights:
 
     @contextlib.contextmanager
     def reading(self, path: str) -> Iterator[tuple[Record, Path]]:
-        """Yield a checkpoint's record and folder. Raises ValueError, also if it goes meanwhile."""
+        """Yield the record and folder of a checkpoint. Raises ValueError if missing or replaced."""
         record = self._records.checkpoint(path)
         try:
             yield record, self._records.folder / CHECKPOINTS / record["folder"]
@@ -98,7 +98,7 @@ class Weights:
             raise
 
     def _adapted(self, path: str | None) -> Policy:
-        """Return the policy with the adapter of a checkpoint, or with one that changes nothing."""
+        """Return the policy with the adapter of a checkpoint, or with a new zero-effect adapter."""
         if path is None:
             return self._policy.with_new_adapter()
         with self.reading(path) as (record, folder):
@@ -109,7 +109,7 @@ class Weights:
             return policy
 
     def _keep(self, key: str | None, sampler: Sampler) -> None:
-        """Keep a sampler as the newest; deleted ones go, and the one unused for longest."""
+        """Keep a sampler as the newest; drop deleted and least recently used samplers."""
         self._samplers.pop(key, None)
         self._samplers[key] = sampler
         live = {c["folder"] for c in list(self._records.checkpoints.values())}

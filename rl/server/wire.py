@@ -1,4 +1,4 @@
-"""The protocol-buffer messages of Tinker's API, by the numbers of their fields."""
+"""Protocol-buffer messages of the Tinker API, defined by their field numbers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _add_field(message: Any, number: int, name: str, kind: str) -> None:
         added.type = getattr(_Field, f"TYPE_{base.upper()}")
 
 
-_POOL = descriptor_pool.DescriptorPool()  # not the client's pool: tests import both
+_POOL = descriptor_pool.DescriptorPool()  # separate from the client pool, since tests import both
 _POOL.AddSerializedFile(_file().SerializeToString())
 _CLASSES = {
     name: message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))
@@ -78,7 +78,7 @@ def make(name: str, **fields: Any) -> Any:
 
 
 def parse(name: str, data: bytes) -> Any:
-    """Return the message that bytes hold. Raises ValueError."""
+    """Parse bytes as a message of this name. Raises ValueError."""
     from google.protobuf.message import DecodeError
 
     try:
@@ -88,9 +88,9 @@ def parse(name: str, data: bytes) -> Any:
 
 
 def check_fields(name: str, data: bytes) -> None:
-    """Raise ValueError for a message of more than MAX_FIELDS fields, before it is parsed.
+    """Raise ValueError for a message with more than MAX_FIELDS fields, before it is parsed.
 
-    An empty message of two bytes takes a hundred once it is parsed.
+    An empty message of two bytes takes a hundred bytes after parsing.
     """
     count, waiting = 0, [(_POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"), 0, len(data))]
     while waiting:
@@ -108,7 +108,7 @@ def check_fields(name: str, data: bytes) -> None:
                 if field is not None and field.message_type is not None:
                     waiting.append((field.message_type, at, at + size))
                 elif field is not None and field.is_repeated:
-                    count += size  # numbers of a byte each
+                    count += size  # packed numbers of one byte each
                 at += size
             else:
                 raise ValueError(f"expected a {name}: found a field of the kind {wire_type}")
@@ -119,7 +119,7 @@ def check_fields(name: str, data: bytes) -> None:
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """Return a number of 7 bits a byte, and the place after it. Raises ValueError."""
+    """Return a varint of 7 bits per byte, and the position after it. Raises ValueError."""
     value = shift = 0
     while at < end and shift < 70:
         byte = data[at]
@@ -131,7 +131,7 @@ def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 def array(tensor: Any) -> np.ndarray:
-    """Return a dense tensor's numbers. Raises ValueError."""
+    """Return the numbers of a tensor as a dense array. Raises ValueError."""
     if tensor.HasField("sparse_csr"):
         return _from_csr(tensor)
     return _reshaped(_numbers(tensor.dense, _dtype(tensor)), tensor.shape)
@@ -157,7 +157,7 @@ def _reshaped(numbers: np.ndarray, shape: Any) -> np.ndarray:
 
 
 def _from_csr(tensor: Any) -> np.ndarray:
-    """Return a tensor of two axes whose rows name their entries; the others are 0."""
+    """Return a CSR tensor of two axes as a dense array; missing entries are 0."""
     values = _numbers(tensor.sparse_csr.values, _dtype(tensor))
     ends = _numbers(tensor.sparse_csr.crow_indices, DTYPES[INT64])
     columns = _numbers(tensor.sparse_csr.col_indices, DTYPES[INT64])
@@ -165,7 +165,7 @@ def _from_csr(tensor: Any) -> np.ndarray:
     if rows * width > MAX_SPARSE:
         raise ValueError(f"expected a sparse tensor of at most {MAX_SPARSE:,} numbers")
     fits = rows == len(ends) - 1 >= 0 and width >= 0 and len(values) == len(columns)
-    # each end is checked: differences of far ones wrap around
+    # checked by sorting, since differences of large numbers wrap around
     if not fits or ends[0] != 0 or ends[-1] != len(values) or (np.sort(ends) != ends).any():
         raise ValueError("expected a sparse tensor of two axes with row ends and columns")
     counts = np.diff(ends)
@@ -190,7 +190,7 @@ def float32_bytes(values: Any) -> bytes:
 
 
 def batched(arrays: Any) -> Any:
-    """Return one field of several data: float32 arrays of one axis."""
+    """Return one field for several data, from float32 arrays with one axis."""
     ends = np.cumsum([0, *(4 * len(x) for x in arrays)], dtype="<i8")
     data = b"".join(float32_bytes(x) for x in arrays)
     return make("BatchedTensor", data=data, offsets=ends.tobytes(), dtype=FLOAT32)

@@ -1,4 +1,4 @@
-"""The thread that computes: training operations in order, and rounds of samples between them."""
+"""The compute thread: training operations in order, with rounds of sampling in between."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OnResult = Callable[[Result], None]
 
 
 class Worker:
-    """Runs operations and samples of a stream; results are delivered in the event loop."""
+    """A thread that runs operations and the stream, and delivers results in the event loop."""
 
     def __init__(self, stream: Stream, loop: asyncio.AbstractEventLoop, folder: Path) -> None:
         self._stream = stream
@@ -35,7 +35,7 @@ class Worker:
         self._thread.start()
 
     def do(self, operation: Callable[[], Result], on_result: OnResult) -> None:
-        """Queue an operation, whose error is its result too."""
+        """Queue an operation; an error is delivered as its result."""
 
         self._put(lambda: self._deliver(on_result, self._result(operation)))
 
@@ -45,7 +45,7 @@ class Worker:
         finish: Callable[[list[Sample]], Result],
         on_result: OnResult,
     ) -> None:
-        """Queue a request for samples; `finish` makes the result of them."""
+        """Queue a request for samples; `finish` converts the samples to a result."""
         key = object()
 
         def done(samples: list[Sample] | Exception) -> None:
@@ -65,7 +65,7 @@ class Worker:
         self._put(job)
 
     def close(self) -> None:
-        """Stop after the operation that runs."""
+        """Stop after the current operation."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -105,14 +105,14 @@ class Worker:
         self._loop.call_soon_threadsafe(on_result, result)
 
     def _result(self, operation: Callable[[], Result]) -> Result:
-        """Return an operation's result, or its error as one."""
+        """Return the result of an operation, or its error as a result."""
         try:
             return operation()
         except Exception as error:
             return self._failure(error)
 
     def _failure(self, error: Exception) -> dict[str, Any]:
-        """Return a client's view of an error: its text if the client caused it, else its kind."""
+        """Return an error as clients see it: the text of an expected error, else only the type."""
         if isinstance(error, ValueError):
             return {"error": str(error), "category": "user"}
         if text := no_space(error, self._folder) or (str(error) if isinstance(error, Busy) else ""):

@@ -1,4 +1,4 @@
-"""Checks that the sections of a configuration fit together; opens nothing."""
+"""Checks that the sections of a configuration fit together; nothing is opened."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reprise.spec.config import SamplingConfig
 
 
 def check_sections(config: TrainConfig, model: ModelConfig) -> None:
-    """Raise ValueError if sections do not fit one another, or the policy's shape."""
+    """Raise ValueError if sections do not fit together, or do not fit the shape of the policy."""
     check_lengths(config, model)
     check_layout(config, model)
     check_sampling(config)
@@ -52,7 +52,7 @@ def check_lengths(config: TrainConfig, model: ModelConfig) -> None:
 
 
 def check_layout(config: TrainConfig, model: ModelConfig) -> None:
-    """Raise ValueError if the heads of the policy's caches are not split as weights are."""
+    """Raise ValueError if Mesh.rollout_tensor does not divide the key/value heads of the policy."""
     wanted = config.mesh.rollout_tensor
     if wanted != "auto":
         rollout_tensor(wanted, wanted, model.num_kv_heads, wanted)  # devices are not known yet
@@ -78,7 +78,7 @@ def check_stops(sampling: SamplingConfig, model: ModelConfig, tokenizer: Tokeniz
 
 
 def check_algorithm(config: TrainConfig) -> None:
-    """Raise ValueError if the algorithm could not learn from a step's responses."""
+    """Raise ValueError if the algorithm could not learn from the responses of a step."""
     name, size = config.algorithm.name, config.rollout.group_size
     if size < 2 and not config.algorithm.resolved.needs_critic:
         raise ValueError(
@@ -96,7 +96,7 @@ def check_algorithm(config: TrainConfig) -> None:
 
 
 def check_age(config: TrainConfig) -> None:
-    """Raise ValueError if a pipeline would train on tokens of any age."""
+    """Raise ValueError if a pipeline would train on tokens of unlimited age."""
     reuse = config.reuse
     if config.sched.mode == "pipeline" and reuse.keeps_old_tokens and reuse.max_age_steps is None:
         raise ValueError(
@@ -107,7 +107,7 @@ def check_age(config: TrainConfig) -> None:
 
 
 def ahead_loss(mode: str, trainer: Sequence[Any], workers: Sequence[Any]) -> str | None:
-    """Return a warning if prefetching workers slow the updates on these devices."""
+    """Return a warning if prefetching workers slow down the updates on these devices."""
     shared = [d for d in workers if d in trainer or d.platform == "cpu"]
     if mode != "ahead" or not shared:
         return None
@@ -142,7 +142,7 @@ def check_correct_by(config: TrainConfig) -> None:
 
 
 def check_task_names(config: TrainConfig) -> None:
-    """Raise ValueError if a task of several has a reward function's name: metrics hold both."""
+    """Raise ValueError if one of several tasks shares its metric name with a reward function."""
     names = [name for name, _ in task_names(config.task)]
     if len(names) > 1 and (shared := sorted({*names} & {*config.reward.names})):
         raise ValueError(
@@ -152,7 +152,7 @@ def check_task_names(config: TrainConfig) -> None:
 
 
 def _check_correction(config: TrainConfig) -> None:
-    """Raise ValueError if updates would ignore that the policy differs from the sampling one."""
+    """Raise ValueError if updates would ignore that the policy differs from the sampling policy."""
     algorithm, trainer = config.algorithm.resolved, config.trainer
     if config.algorithm.importance is not None:
         return
@@ -177,7 +177,7 @@ def _check_correction(config: TrainConfig) -> None:
 
 
 def check_tuner(config: TrainConfig) -> None:
-    """Raise ValueError if the bandit's arms are larger than trees get."""
+    """Raise ValueError if arms of the bandit are larger or deeper than draft trees get."""
     if config.speculation.budget != "bandit":
         return
     high, tuner = config.engine.max_nodes - 1, config.tuner
@@ -275,7 +275,7 @@ def _check_helpers(config: TrainConfig) -> None:
 
 
 def check_cluster(config: TrainConfig) -> None:
-    """Raise ValueError for settings that several processes cannot have, or lack."""
+    """Raise ValueError for settings that several processes cannot have, or that are missing."""
     count, sources = config.cluster.history_workers, config.speculation.sources
     if count and config.speculation.history_source is None:
         raise ValueError(
@@ -313,7 +313,7 @@ def check_trainers(config: TrainConfig) -> None:
 
 
 def trainer_devices(config: TrainConfig) -> int:
-    """Return how many devices each trainer process on Ray has. Raises ValueError."""
+    """Return the number of devices per trainer process on Ray. Raises ValueError."""
     mesh, count = config.mesh, config.cluster.num_trainers
     total = mesh.data * mesh.fsdp * mesh.tensor
     if mesh.data == -1 or total % count:

@@ -1,4 +1,4 @@
-"""A training run as users set it: the sections of its configuration."""
+"""The configuration of a training run: its sections, as users set them."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from reprise.spec.budget.config import TunerConfig
 from reprise.spec.config import SamplingConfig
 from reprise.spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, EagleConfig
 
-# Settings that may be "auto": `rl.preflight.sizes` computes them from a device's memory.
+# Settings that may be "auto"; `rl.preflight.sizes` computes them from the device memory.
 SIZES = ("Engine.slots", "Engine.pages", "Trainer.micro_batch_tokens")
 
 
-MAX_STEPS = 2**26 - 1  # noise that reuse renews is named by its step (spec.reuse.rollout_cache)
-MAX_S = 10**9  # of a limit: the operating system takes a few times as much
+MAX_STEPS = 2**26 - 1  # renewed noise of reuse is named by its step (spec.reuse.rollout_cache)
+MAX_S = 10**9  # of a time limit; the operating system takes a few times as much
 MAX_REQUESTS = 2**20  # of a step
 
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """A run's folder, its length, and the seed of its data order and noise.
+    """The run folder, the length of the run, and the seed of its data order and noise.
 
-    A part of a run without a heartbeat for `hang_limit_s` is hung: the run names it, and ends or
-    continues without it; compiling has `compile_limit_s` for each program. After a stop request, a
-    run that does not reach its next save within `stop_limit_s` ends without one. With
-    `time_limit_s` a run saves and ends before a step that would end after that time, at the pace
-    of the last step; `--resume` continues it, with as much time again.
+    A part of a run without a heartbeat for `hang_limit_s` is hung: the run names this part, and
+    stops or continues without it; compiling has `compile_limit_s` for each program. After a stop
+    request, a run that does not reach its next save within `stop_limit_s` exits without saving.
+    With `time_limit_s` a run saves and stops before a step that would exceed the limit, at the pace
+    of the last step; `--resume` continues the run, with the same time again.
 
-    Steps whose rewards teach nothing (none, all equal, all cut off, no group left, all failed) are
-    reported with the reason after `no_update_warning_steps` in a row; after `no_update_limit_steps`
-    the run saves and ends with status 1.
+    Steps with rewards that teach nothing (none, all equal, all cut off, no group left, all failed)
+    are reported with the reason after `no_update_warning_steps` in a row; after
+    `no_update_limit_steps` the run saves and exits with status 1.
     """
 
     directory: str | None = None  # None: runs/NAME_OF_CONFIG, numbered
@@ -81,7 +81,7 @@ class RunConfig:
 class PolicyConfig:
     """The policy to start from: a Hugging Face folder with its tokenizer, or a GGUF file.
 
-    With `lora_rank` above 0 its weights are frozen, and low-rank adapters of `lora_targets`
+    With `lora_rank` above 0 the weights are frozen, and low-rank adapters of `lora_targets`
     (attention, mlp, head) are trained: W + (lora_alpha / lora_rank) · B · A.
     """
 
@@ -106,7 +106,7 @@ class PolicyConfig:
 class RolloutConfig:
     """The rollouts of one step: `group_size` responses to each of `prompts_per_step` prompts.
 
-    Examples whose prompt has more than `max_prompt_tokens` are left out of the run; their number is
+    Examples with a prompt of more than `max_prompt_tokens` are left out of the run; their number is
     logged at the start, or by each step (`rollout/left_out_prompts`) if there are more than
     `Task.stream_above_examples`. Last epoch's responses, for drafts and reuse, take `cache_bytes`
     of memory, compressed; the rest goes to the run folder.
@@ -175,7 +175,7 @@ class TrainConfig:
         return tuple(name for name in SIZES if self._size(name) == AUTO)
 
     def with_sizes(self, sizes: Mapping[str, int]) -> Self:
-        """Return the configuration with these numbers for settings of `SIZES`."""
+        """Return the configuration with the given sizes for settings of `SIZES`."""
         changed = self
         for name, size in sizes.items():
             section, field = name.lower().split(".")
@@ -184,11 +184,11 @@ class TrainConfig:
         return changed
 
     def with_sizes_of(self, before: TrainConfig) -> Self:
-        """Return the configuration with the sizes of `before` for those that are "auto"."""
+        """Return the configuration with the sizes of `before` in place of "auto"."""
         return self.with_sizes({name: before._size(name) for name in self.open_sizes})
 
     def on_day(self, date: str) -> Self:
-        """Return the configuration with this day for chat templates, unless it has one."""
+        """Return the configuration with this date for chat templates, unless a date is set."""
         task = dataclasses.replace(self.task, date=self.task.date or date)
         return dataclasses.replace(self, task=task)
 
@@ -198,36 +198,36 @@ class TrainConfig:
 
     @property
     def draft_model_folder(self) -> Path | None:
-        """The folder or file of the draft model, if one drafts."""
+        """The folder or file of the draft model, or None if no draft model drafts."""
         if not self.speculation.asks_model:
             return None
         return resolve_path(str(self.draft_model.directory)).resolve()
 
     @property
     def num_verifying(self) -> int:
-        """Return how many workers answer requests if the number of drafting workers is set."""
+        """The number of workers that answer requests, if the number of drafting workers is set."""
         return self.sched.workers - (self.drafting.workers or 0)
 
     @property
     def longest_tokens(self) -> int:
-        """Prompt and response together, at most."""
+        """The maximum tokens of a prompt and its response together."""
         return self.rollout.max_prompt_tokens + self.sampling.max_any_new_tokens
 
     @property
     def correct_by(self) -> str:
-        """The name of the reward function whose value makes a response correct (pass@k)."""
+        """The name of the reward function that makes a response correct (pass@k)."""
         named = self.eval.correct_by or self.reward.functions[0]
         names = dict(zip(self.reward.functions, self.reward.names, strict=True))
         return names.get(named, named)
 
     @property
     def eval_prompt_tokens(self) -> int:
-        """The longest prompt of an evaluation."""
+        """The maximum prompt tokens of an evaluation."""
         return self.eval.max_prompt_tokens or self.rollout.max_prompt_tokens
 
     @property
     def max_any_prompt_tokens(self) -> int:
-        """The longest prompt that the engine is given, in training or in an evaluation."""
+        """The maximum prompt tokens for the engine, in training or in an evaluation."""
         evaluated = self.eval_prompt_tokens if self.eval.num_prompts else 0
         return max(self.rollout.max_prompt_tokens, evaluated)
 
@@ -241,14 +241,14 @@ def load_config(*files: str | Path, overrides: Sequence[str] = ()) -> TrainConfi
 
 
 def drafter_shape(config: TrainConfig, model: ModelConfig) -> EagleConfig | None:
-    """Return the shape of the run's learned drafter, None without one; raises as `shape_of`."""
+    """Return the shape of the learned drafter, or None; raise the errors of `shape_of`."""
     if not config.speculation.learns:
         return None
     return shape_of(config.drafter, config.drafter_training, model)
 
 
 def recipe(config: TrainConfig, model: ModelConfig) -> TrainSpec:
-    """The static part of the training steps."""
+    """Return the static part of the training steps."""
     minibatches = min(config.trainer.minibatches, config.rollout.prompts_per_step)
     steps = config.run.steps * config.trainer.inner_updates * minibatches
     if steps >= 2**31:

@@ -1,6 +1,6 @@
-"""The questions of evaluations: their section, the named sets, and their overlap with training.
+"""Evaluation questions: the config section, the named sets, and their overlap with training.
 
-Nothing here touches a device, so that `--dry_run` opens all of it.
+Nothing here touches a device, so `--dry_run` opens every set.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from reprise.spec.config import MIN_TEMPERATURE, SamplingConfig
 
 Prompt = tuple[int, ...]  # token ids
 Encode = Callable[[Example], Prompt]
-_Question = tuple[int, Example, Prompt]  # and its index in the task
+_Question = tuple[int, Example, Prompt]  # index in the task, question, prompt
 MAX_PROMPTS = 100_000  # of a set
-_LOOKED_AT = 20_000  # training examples at least
-_CANDIDATES = 4  # generated questions for each one wanted: training may hold some of them
+_LOOKED_AT = 20_000  # training examples that questions are compared with, at least
+_CANDIDATES = 4  # generated questions per wanted question, since training may hold some
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    """Section `Eval`: questions that measure a policy's progress, and when.
+    """Section `Eval`: questions that measure the progress of a policy, and when.
 
-    A run is evaluated before its first step, after every `every_steps` steps (0: no further ones)
-    and after its last one. `sets` are tasks, `NAME=SPEC`; without any they are the run's own
-    generated tasks, with questions that training does not have. Up to `num_prompts` questions of
-    each set get `samples` responses; 0 evaluates nothing. Temperature 0 is greedy. A response is
-    correct if the reward function `correct_by` returns at least `correct_at` for it; a single
-    function of weight 1, without a length penalty, need not be named. `ks` are the k of pass@k, by
-    default the powers of two up to `samples`. The best step is the one with the highest `best_by`:
-    `mean_reward` or `pass@K` over all sets, or `NAME/mean_reward` of one.
+    A run is evaluated before its first step, after every `every_steps` steps (0: never in between)
+    and after its last step. `sets` are tasks, `NAME=SPEC`; the default is the generated tasks of
+    the run, with questions that training does not have. Up to `num_prompts` questions of each set
+    get `samples` responses; 0 evaluates nothing. Temperature 0 is greedy. A response is correct if
+    the reward function `correct_by` returns at least `correct_at` for it; a single function of
+    weight 1, without a length penalty, need not be named. `ks` are the k of pass@k, by default the
+    powers of two up to `samples`. The best step has the highest `best_by`: `mean_reward` or
+    `pass@K` over all sets, or `NAME/mean_reward` of one set.
     """
 
     every_steps: int = 40
     sets: tuple[str, ...] = ()
-    num_prompts: int = 64  # of each set; files are drawn from by `seed`
+    num_prompts: int = 64  # of each set; `seed` draws them from files
     samples: int = 1
-    temperature: float = 0.0  # the rest of the sampling is the run's
+    temperature: float = 0.0  # all other sampling settings are as in the run
     ks: tuple[int, ...] = ()
     correct_by: str | None = None  # one of Reward.functions
     correct_at: float = 1.0
@@ -85,20 +85,20 @@ class EvalConfig:
         return self.ks or tuple(2**i for i in range(self.samples.bit_length()))
 
     def due(self, step: int, last_step: int) -> bool:
-        """Return whether a run is evaluated after `step`; 0 is before its first one."""
+        """Return whether a run is evaluated after `step`; step 0 is before the first step."""
         return step in (0, last_step) or (self.every_steps > 0 and step % self.every_steps == 0)
 
     def sampling(self, run: SamplingConfig) -> SamplingConfig:
-        """Return the sampling of an evaluation of this run."""
+        """Return the sampling of the evaluations of a run."""
         return run.at(self.temperature)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EvalSet:
-    """A set's questions and their tokens.
+    """The questions of a set and their tokens.
 
-    Training has `seen` of them word for word, and `alike` more up to case and spaces. Left out
-    were `too_long` ones, and `left_out` ones that training has.
+    Training has `seen` of the questions word for word, and `alike` more up to case and spaces.
+    Omitted questions are `too_long`, or `left_out` because training has them.
     """
 
     name: str
@@ -113,7 +113,7 @@ class EvalSet:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EvalSets:
-    """The sets of a run's evaluations; `skipped` are sentences on tasks without a set."""
+    """The sets of evaluations; `skipped` are sentences on tasks without a set."""
 
     sets: tuple[EvalSet, ...] = ()
     skipped: tuple[str, ...] = ()
@@ -144,7 +144,7 @@ class EvalSets:
         return result
 
     def fingerprint(self, config: EvalConfig, sampling: SamplingConfig) -> str:
-        """Return a hash of questions, sampling and grading: if equal, figures are comparable."""
+        """Return a hash of questions, sampling and grading; if equal, metrics are comparable."""
         wanted = [(s.name, s.prompts, [e.answer for e in s.examples]) for s in self.sets]
         how = repr(config.sampling(sampling)), config.samples, config.seed, config.all_ks
         judged = config.correct_by, config.correct_at, config.best_by
@@ -152,9 +152,9 @@ class EvalSets:
 
 
 def split_names(sets: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (name, spec) of each set; one without a name has its task's.
+    """Return (name, spec) of each set; a set without a name has the name of its task.
 
-    Raises ValueError if two have the same name.
+    Raises ValueError if two sets have the same name.
     """
     pairs = [(_short_name(text), text) for text in sets]
     names = [name for name, _ in pairs]
@@ -167,7 +167,7 @@ def split_names(sets: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _short_name(spec: str) -> str:
-    """Return a task's name, or one for a task that has none: gcd, or its file's name."""
+    """Return the name of a task, or a name from its target, such as gcd or a file stem."""
     parsed = parse_spec(spec)
     if parsed.name != parsed.text:
         return parsed.name
@@ -177,7 +177,7 @@ def _short_name(spec: str) -> str:
 
 
 def task_names(task: TaskConfig) -> list[tuple[str, str]]:
-    """Return (name, spec) of the run's tasks, numbered if they share a name."""
+    """Return (name, spec) of the tasks of a run, numbered if they share a name."""
     pairs: list[tuple[str, str]] = []
     for spec in task.specs:
         name, number = _short_name(spec), 1
@@ -188,13 +188,13 @@ def task_names(task: TaskConfig) -> list[tuple[str, str]]:
 
 
 def is_generated(spec: str) -> bool:
-    """Return whether a task generates any number of questions, different ones for each seed."""
+    """Return whether a task generates any number of questions, different for each seed."""
     return parse_spec(spec).kind == "reasoning_gym"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainingPrompts:
-    """Hashes of training's prompts: exact, and without case and spaces."""
+    """Hashes of training prompts: exact, and without case and spaces."""
 
     exact: frozenset[int] = frozenset()
     normalized: frozenset[int] = frozenset()
@@ -226,10 +226,10 @@ def open_sets(
     *,
     keeps_seen: bool = False,
 ) -> EvalSets:
-    """Open the sets of an evaluation: the named ones, or the run's generated tasks.
+    """Open the sets of an evaluation: the named sets, or the generated tasks of the run.
 
-    `training` opens the run's training task; None: unknown. Its questions are left out of generated
-    sets, and counted in files. A task without other questions is skipped, or kept with
+    `training` opens the training task; None if it is unknown. Its questions are left out of
+    generated sets, and counted in files. A task without other questions is skipped, or kept with
     `keeps_seen`. Raises ValueError for a set without usable questions.
     """
     if not config.num_prompts:
@@ -329,7 +329,7 @@ def _why_empty(found: EvalSet, limit_tokens: int) -> str:
 
 
 def check_best_by(config: EvalConfig, names: Sequence[str]) -> None:
-    """Raise ValueError unless `best_by` is a figure of an evaluation of these sets."""
+    """Raise ValueError unless `best_by` is a metric of an evaluation of these sets."""
     figures = ["mean_reward", *(f"pass@{k}" for k in config.all_ks)]
     known = figures + [f"{name}/{figure}" for name in names for figure in figures]
     if names and config.best_by not in known:

@@ -1,7 +1,7 @@
-"""The contents of the files that a run is made of, besides its data: kept with each checkpoint.
+"""Digests of the files that a run is made of, besides its data; each checkpoint keeps them.
 
-Settings name files, and a file may be written over between two launches of a run. `contents` has a
-digest of each by setting and file; `changes` compares them as settings are compared.
+Settings name files, and a file may be overwritten between two launches of a run. `contents` has a
+digest of each file by setting and name; `changes` compares digests as settings are compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Contents = Mapping[str, str]
 def contents(config: TrainConfig, policy: Path) -> dict[str, str]:
     """Return the digest of each file by its setting and name, `Policy.directory/config.json`.
 
-    Data files of `Task` and questions of `Eval` have other digests. Raises OSError or
+    Data files of `Task` and questions of `Eval` have separate digests. Raises OSError or
     ValueError.
     """
     result = policy_contents(policy)
@@ -50,12 +50,12 @@ def contents(config: TrainConfig, policy: Path) -> dict[str, str]:
 
 
 def policy_contents(policy: Path) -> dict[str, str]:
-    """Return the part of `contents` that is the policy's. Raises OSError."""
+    """Return the part of `contents` for the policy. Raises OSError."""
     return {f"{POLICY}/{name}": digest for name, digest in digests.digest_policy(policy).items()}
 
 
 def changes(then: Contents, now: Contents) -> list[Change]:
-    """Return the files that differ, of settings that both have."""
+    """Return the files that differ, for settings that are in both."""
     before, after = ({name.partition("/")[0] for name in files} for files in (then, now))
     settings = before & after
     return [
@@ -70,7 +70,7 @@ def _short(digest: str | None) -> str:
 
 
 def saved_contents(checkpoints: Path) -> tuple[int, Contents]:
-    """Return step and contents of the newest checkpoint that can be read; 0 without one."""
+    """Return step and contents of the newest readable checkpoint; step 0 without a checkpoint."""
     from reprise.rl.checkpoint import reader
 
     step, host = reader.newest_host(checkpoints)
@@ -78,10 +78,10 @@ def saved_contents(checkpoints: Path) -> tuple[int, Contents]:
 
 
 def check_policy(step: int, then: Contents, policy: Path, *, is_base: bool) -> list[str]:
-    """Return warnings on a policy whose files differ from the ones of a checkpoint of `step`.
+    """Return warnings on policy files that differ from the files of a checkpoint of `step`.
 
-    Raises ValueError for another config.json, and, if an adapter of the checkpoint has these
-    weights as its base, for other weights.
+    Raises ValueError for another config.json and, if the weights are the base of an adapter in the
+    checkpoint, for other weights.
     """
     own = {name: digest for name, digest in then.items() if name.startswith(f"{POLICY}/")}
     changed = changes(own, policy_contents(policy))
@@ -96,7 +96,7 @@ def check_policy(step: int, then: Contents, policy: Path, *, is_base: bool) -> l
 
 
 def refuse_other_base(then: Contents, now: Contents, source: str, policy: Path) -> None:
-    """Raise ValueError if the adapter in `source` belongs to other weights than the policy's."""
+    """Raise ValueError if the adapter in `source` belongs to weights other than the policy has."""
     if then and base_digest(then) != base_digest(now):
         raise ValueError(
             f"{source}: the adapter was trained on other weights than the ones of {policy}; fix: "
@@ -105,7 +105,7 @@ def refuse_other_base(then: Contents, now: Contents, source: str, policy: Path) 
 
 
 def check_rewards(then: Contents, now: Contents) -> list[str]:
-    """Return warnings on reward files that a run had, and that differ now."""
+    """Return warnings on reward files of a run that differ now."""
     changed = changes(then, {name: now.get(name, digest) for name, digest in then.items()})
     others = [change for change in changed if change.field.startswith("Reward.")]
     return [f"{_listed(others)} than in the run: rewards may differ"] if others else []
@@ -137,7 +137,7 @@ def base_digest(files: Contents) -> str:
 
 
 def _with_imported(path: Path) -> list[Path]:
-    """Return a Python file, and the files of its folder that it imports, directly or not."""
+    """Return a Python file, and the files of its folder that it imports, directly or indirectly."""
     files = [path]
     for file in files:
         for module in _imported(file, path.parent):
@@ -151,7 +151,7 @@ def _with_imported(path: Path) -> list[Path]:
 
 
 def _imported(file: Path, folder: Path) -> list[Path]:
-    """Return the paths that a file imports modules from; none if it is no Python."""
+    """Return the paths that a file imports modules from; empty if it is not Python."""
     if file.stat().st_size > MAX_SOURCE_BYTES:
         return []
     try:

@@ -1,6 +1,6 @@
 """The inputs that a configuration names, opened and checked: policy, tokenizer, task, evaluations.
 
-Nothing here touches a device, so `--dry_run` opens and checks all of it.
+Nothing here touches a device, so `--dry_run` opens and checks every input.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from reprise.spec.config import SamplingConfig
 if TYPE_CHECKING:
     from reprise.models.token_bytes import TokenBytes
 
-_DIGESTED = 64  # prompts; template, day, library and host change all alike
+_DIGESTED = 64  # prompts; a change of template, day, library or host shows in all prompts
 _MIN_COMPARED = 8  # prompts, with their answers
-_AROUND = " \n.$}"  # an answer
+_AROUND = " \n.$}"  # stripped around an answer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inputs:
-    """The inputs that a configuration names, opened and checked; `task` holds the usable
-    examples, or all of them if prompts are checked as they are drawn (`left_out` is None).
-    `evals` holds the questions of evaluations.
+    """The inputs that a configuration names, opened and checked.
+
+    `task` holds the usable examples, or all examples if prompts are checked as they are drawn
+    (`left_out` is None). `evals` holds the questions of evaluations.
     """
 
     policy: Path
@@ -59,13 +60,13 @@ class Inputs:
 
     @functools.cached_property
     def shape_name(self) -> str:
-        """Return a name of the policy's shape and vocabulary, which cached responses depend on."""
+        """Return a name for the policy shape and vocabulary, which cached responses depend on."""
         vocabulary = sorted(self.tokenizer.vocabulary.items())
         digest = hashlib.sha256(repr((self.model, vocabulary)).encode()).hexdigest()
         return f"{self.model.architecture}-{digest[:16]}"
 
     def token_bytes_for(self, sampling: SamplingConfig) -> TokenBytes | None:
-        """Return the text of the tokens if a rollout of this sampling needs it."""
+        """Return the text of the tokens if a rollout with this sampling needs the text."""
         has_strings = any(one.stop for one in sampling.variants)
         return self.tokenizer.token_bytes if has_strings else None
 
@@ -73,7 +74,7 @@ class Inputs:
         return encode_prompt(self.tokenizer, example, config)
 
     def read(self, text: str, sampling: SamplingConfig) -> Reading:
-        """Return a response of this text as rewards receive it: encoded, ended and decoded."""
+        """Return a response of this text as rewards receive it: encoded, cut off and decoded."""
         try:
             ids = self.tokenizer.encode(text)
         except ValueError as error:
@@ -141,7 +142,7 @@ def open_inputs(config: TrainConfig) -> Inputs:
 
 
 def _open_whole(config: TrainConfig, inputs: Inputs) -> Inputs:
-    """Check all prompts, and keep the ones that fit."""
+    """Check all prompts, and keep the prompts that fit."""
     task, limit = inputs.task, config.rollout.max_prompt_tokens
     lengths = [len(inputs.encode(task[i], config.task)) for i in range(len(task))]
     usable = tuple(i for i, n in enumerate(lengths) if n <= limit)
@@ -182,15 +183,15 @@ def _check_reuse(config: TrainConfig, num_examples: int) -> None:
 def open_policy(
     directory: str, task: TaskConfig | None = None, lora: LoraShape | None = None
 ) -> tuple[Path, ModelConfig, Tokenizer]:
-    """Return a policy's folder, shape and tokenizer; the shape names an end token.
+    """Return the folder, shape and tokenizer of a policy; the shape names an end token.
 
-    `task` may name another chat template, and the day that it prints. Raises ValueError or
-    FileNotFoundError if they are missing or do not fit together.
+    `task` may name another chat template, and the date that the template prints. Raises ValueError
+    or FileNotFoundError if files are missing or do not fit together.
     """
     policy = resolve_path(directory)
     model = hf.check(policy)
     tokenizer = tokenizers.load(policy)
-    # chats and tokenizer may end in different tokens, each named in another file of the folder
+    # chats and tokenizer may have different end tokens, named in different files of the folder
     model = tokenizers.fitted(model, tokenizer)
     if not model.eos_token_ids:
         raise ValueError(
@@ -213,7 +214,7 @@ def open_policy(
 
 
 def remarks(config: TrainConfig, inputs: Inputs) -> list[str]:
-    """Return notes on a run for its start; none is an error."""
+    """Return notes to show at the start of a run; notes are not errors."""
     result = []
     if not config.speculation.enabled:
         result.append(

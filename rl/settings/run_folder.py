@@ -53,7 +53,7 @@ _EXPERIMENT_FIELDS = (
 )
 _HOW_FIELDS = ("Reward.workers", "Reward.deadline_s", "Reward.memory_limit_mib")
 _SHOWN = 4  # names in one message
-_MAX_LAUNCHES_BYTES = 2**20  # of the file: a launch takes 400 bytes
+_MAX_LAUNCHES_BYTES = 2**20  # of the file; a launch takes 400 bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Change:
 
 
 def changes(before: TrainConfig, now: TrainConfig) -> list[Change]:
-    """Return the differences between two configurations, the folder aside."""
+    """Return the differences between two configurations, except for the folder."""
     old, new = _lines(before), _lines(now)
     return [
         Change(field, old.get(field, "not set"), value)
@@ -85,7 +85,7 @@ def changes(before: TrainConfig, now: TrainConfig) -> list[Change]:
 
 
 def remarks(found: Sequence[Change], now: TrainConfig) -> list[str]:
-    """Return sentences on changes with an effect that their fields do not name."""
+    """Return sentences on changes with effects that their fields do not name."""
     schedule = now.optimizer.schedule
     if schedule == "constant" or all(change.field != "Run.steps" for change in found):
         return []
@@ -120,7 +120,7 @@ def refuse_other_contents(changed: Sequence[Change], step: int, *, allow: bool) 
 
 
 def check(config: TrainConfig, *, resume: bool) -> Path:
-    """Return the run's folder if a run may start or resume there. Writes nothing.
+    """Return the run folder if a run may start or resume there; write nothing.
 
     Raises ConfigError, ValueError or OSError with the obstacle and how to fix it.
     """
@@ -141,7 +141,7 @@ def check(config: TrainConfig, *, resume: bool) -> Path:
 
 
 def is_finished(folder: Path, config: TrainConfig) -> bool:
-    """Return whether all steps are done and the exports are there."""
+    """Return whether all steps are done and the exports exist."""
     steps = _whole_steps(folder / CHECKPOINTS)
     left = [POLICY] + [DRAFTER_MODEL] * config.speculation.learns
     return bool(steps) and steps[0] >= config.run.steps and all((folder / n).is_dir() for n in left)
@@ -150,13 +150,13 @@ def is_finished(folder: Path, config: TrainConfig) -> bool:
 def begin(config: TrainConfig, before: TrainConfig | None) -> BinaryIO:
     """Lock the folder for this process, and write the configuration for a later resume.
 
-    `before` is a resumed run's configuration so far. Returns the lock, to be closed at the end.
-    Raises as `check`, and ConfigError if another process has the run.
+    `before` is the configuration of a resumed run so far. Returns the lock, which the caller closes
+    at the end. Raises the errors of `check`, and ConfigError if another process has the run.
     """
     folder = Folder(check(config, resume=before is not None), create=True)
     lock = _lock(folder)
     try:
-        check(config, resume=before is not None)  # another process may have written meanwhile
+        check(config, resume=before is not None)  # another process may have written before the lock
         text = dump(config)
         if before is not None and changes(before, config):
             _keep_launch(folder, before)
@@ -169,7 +169,7 @@ def begin(config: TrainConfig, before: TrainConfig | None) -> BinaryIO:
 
 
 def standing(folder: Path) -> tuple[int, str]:
-    """Return the last saved step (0: none), and a description of it."""
+    """Return the last saved step, 0 without one, and a sentence on how to resume."""
     try:
         step = int(read_plain(folder / NEWEST_FILE, 100))
     except (OSError, ValueError):
@@ -185,7 +185,7 @@ def resume_command(folder: Path) -> str:
 
 
 def _writable(directory: str) -> Path:
-    """Return the folder as a path. Raises ConfigError if it cannot be made or written to."""
+    """Return the folder as a path; raise ConfigError if it cannot be created or written to."""
     if "\0" in directory:
         raise ConfigError("Run.directory: expected a path, got one with a NUL character")
     if re.match(r"\w+:/", directory):
@@ -195,7 +195,7 @@ def _writable(directory: str) -> Path:
         )
     folder = Path(directory).absolute()
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        os.lstat(folder)  # a name that is too long, or a path without permission
+        os.lstat(folder)  # raises for a name that is too long, or a path without permission
     nearest = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
     if not nearest.is_dir():
         kind = "a link to nothing" if nearest.is_symlink() else "a file"
@@ -211,7 +211,7 @@ def _writable(directory: str) -> Path:
 
 
 def _check_outside(folder: Path, config: TrainConfig) -> None:
-    """Refuse inputs that the run itself would write over."""
+    """Refuse inputs that the run would overwrite."""
     inputs = {
         "Policy.directory": config.policy.directory,
         "Drafter.directory": config.drafter.directory,
@@ -260,7 +260,7 @@ def _check_can_go_on(folder: Folder) -> None:
             f"--resume: {path} holds a {CONFIG_FILE}, but no run: name the run with "
             "--gin.Run.directory=…"
         )
-    from reprise.rl.warm_up.step_seconds import SecondsRecord  # which loads the budgets
+    from reprise.rl.warm_up.step_seconds import SecondsRecord  # imports the budgets
 
     read_rounds(path / ROUNDS_FILE)
     SecondsRecord(folder)
@@ -269,7 +269,7 @@ def _check_can_go_on(folder: Folder) -> None:
     if not rows or _holds_steps(folder):
         return
     if folder.is_folder(CHECKPOINTS) and not folder.exists(NEWEST_FILE):
-        return  # killed before the first checkpoint counted
+        return  # killed before the first checkpoint was whole
     step = folder.read(NEWEST_FILE, 100).decode().strip() if folder.exists(NEWEST_FILE) else "?"
     again = f"{program('train')} --gin_file={shlex.quote(str(path / CONFIG_FILE))}"
     raise ConfigError(
@@ -284,7 +284,7 @@ def _holds_steps(folder: Folder) -> bool:
 
 
 def _whole_steps(checkpoints: Path) -> list[int]:
-    """Steps whose files have the sizes of their manifests, newest first."""
+    """Return the steps with files of the sizes in their manifests, newest first."""
     return [
         step
         for step in list_steps(checkpoints)
@@ -328,7 +328,7 @@ def _lines(config: TrainConfig) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One start of a run's process: after which step, with the date, device and versions.
+    """One start of a run process: after which step, with the date, device and versions.
 
     `changes` are the settings that differ from the launch before, as text.
     """
@@ -346,7 +346,7 @@ def today() -> str:
 
 
 def note_launch(folder: Path, after_step: int, changes: Sequence[Change] = ()) -> None:
-    """Add this process's launch to the run folder. Raises OSError."""
+    """Add the launch of this process to the run folder. Raises OSError."""
     launch = Launch(
         after_step,
         today(),
@@ -360,7 +360,7 @@ def note_launch(folder: Path, after_step: int, changes: Sequence[Change] = ()) -
 
 
 def read_launches(folder: Path) -> list[Launch]:
-    """Return the launches of a run folder, which may be untrusted; other rows are skipped."""
+    """Return the launches of a run folder, which may be untrusted; invalid rows are skipped."""
     with held(folder) as run:
         if not run.is_file(LEGS_FILE) or run.size_bytes(LEGS_FILE) > _MAX_LAUNCHES_BYTES:
             return []

@@ -1,4 +1,4 @@
-"""Settings that differ from their defaults and have no effect: in a run, in `rl.python.api`."""
+"""Settings that differ from their defaults without effect, in a run or in `rl.python.api`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from reprise.spec.budget.config import BANDIT, LEARNED, MODEL
 
 
 def unused_settings(config: TrainConfig) -> list[str]:
-    """Return a sentence per setting, or section, that the run does not use: which one would."""
+    """Return a sentence per setting or section without effect, with the setting that it needs."""
     speculation, sched, drafting = config.speculation, config.sched, config.drafting
-    # a budget that is off compares a run with plain decoding
+    # sources also count with the budget off, which compares a run with plain decoding
     drafters = {*speculation.sources, *(drafting.methods if drafting.helps else ())}
     several = sched.workers > 1 or sched.mode != "sync"
     histopipe = sched.policy == "histopipe"
@@ -76,7 +76,7 @@ def unused_settings(config: TrainConfig) -> list[str]:
 
 
 def _changed(config: TrainConfig) -> list[str]:
-    """Return the settings that differ from their sections' defaults, as Section.field."""
+    """Return the settings that differ from the defaults of their sections, as Section.field."""
     changed = []
     for section in dataclasses.fields(config):
         values = getattr(config, section.name)
@@ -87,7 +87,7 @@ def _changed(config: TrainConfig) -> list[str]:
     return changed
 
 
-# Sections and fields that `rl.python.api` and `rl.serve` do not read, and their counterpart there.
+# Sections and fields that `rl.python.api` and `rl.serve` do not read, with a replacement.
 _RUN_SETTINGS = {
     "Algorithm": "name a loss at forward_backward",
     "Checkpoint": "call save_state",

@@ -1,4 +1,4 @@
-"""Speculation and reuse as users set them: sections Speculation, DraftModel and Reuse."""
+"""User settings of speculation and reuse: sections Speculation, DraftModel and Reuse."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ MAX_SAMPLES = 512  # of a group with repeated noise: ids are example · 1024 + s
 class SpeculationConfig:
     """The sources of draft tokens, and the budget of a round. Neither changes a token.
 
-    (Bits of accelerators: docs/architecture.md, Exactness.) All `sources` draft in each
-    round, and their drafts are joined: `last` (with Reuse: last epoch's response by the same sample
-    index), `history` (the prompt's responses of the last epoch; `histospec` in its place: the same
-    by RhymeRL's rule), `group` (live siblings, exchanged every `group_update_tokens` tokens), `own`
-    (the request's own text), `learned` (a drafter that is trained online, see Drafter), `model` (a
-    draft model, see DraftModel). `budget` is `off`, `fixed:K`, `aimd`, `bandit` (see Tuner) or
-    `goodput`. After `losing_steps` steps in a row with drafts that lost more than 1% of the
-    rollout's time, a budget turns itself off for the rest of the run, or in the first epoch until
-    the second brings history; `fixed:K` and drafting workers only report it (0: never). `coupled`
-    reuse that loses so ends likewise, and `lenient` reports it.
+    (For rounding on accelerators see docs/architecture.md, Exactness.) All `sources` draft in each
+    round, and their drafts are joined: `last` (with Reuse: last epoch's response with the same
+    sample index), `history` (responses to the prompt in the last epoch; or `histospec`, which uses
+    RhymeRL's rule), `group` (live siblings, exchanged every `group_update_tokens` tokens), `own`
+    (the text of the request), `learned` (a drafter that is trained online, see Drafter), `model`
+    (a draft model, see DraftModel). `budget` is `off`, `fixed:K`, `aimd`, `bandit` (see Tuner) or
+    `goodput`. After `losing_steps` steps in a row with drafts that lost more than 1% of the rollout
+    time, a budget turns itself off for the rest of the run, or in the first epoch until the second
+    epoch has history; with `fixed:K` or drafting workers the loss is only reported (0: never).
+    `coupled` reuse with such losses is turned off likewise; losses of `lenient` are reported.
 
-    `window_tokens` are the first window of `aimd`, its growth after a round that accepted all of
-    it, and the largest; `match_tokens` the longest and the shortest match of `histospec`. The
-    defaults are RhymeRL's (section 5.4).
+    `window_tokens` are the first window of `aimd`, its growth after a round that accepted the whole
+    window, and the largest window; `match_tokens` are the longest and the shortest match of
+    `histospec`. The defaults are RhymeRL's (section 5.4).
     """
 
     budget: str = "goodput"
@@ -77,7 +77,7 @@ class SpeculationConfig:
 
     @property
     def learns(self) -> bool:
-        """True if a learned drafter drafts: it needs the policy's hidden states."""
+        """True if a learned drafter drafts, which needs the hidden states of the policy."""
         return self.enabled and LEARNED in self.sources
 
     @property
@@ -87,7 +87,7 @@ class SpeculationConfig:
 
     @property
     def history_source(self) -> str | None:
-        """The source that drafts from the prompts' history, if there is one."""
+        """The source that drafts from the history of prompts, or None."""
         names = [name for name in ("history", "histospec") if name in self.sources]
         return names[0] if self.enabled and names else None
 
@@ -96,10 +96,10 @@ class SpeculationConfig:
 class DraftModelConfig:
     """A smaller model that drafts, if `Speculation.sources` has `model`. It is not trained.
 
-    `directory` is its Hugging Face folder or GGUF file, with the policy's tokenizer; `directories`
-    are alternatives for drafting workers (see Drafting). A round drafts a chain of up to
-    `max_depth` tokens for each request: the `likeliest`, until their probability falls below
-    `min_prob`, or its draws with the policy's noise (`shared_noise`).
+    `directory` is its Hugging Face folder or GGUF file, with the tokenizer of the policy;
+    `directories` are alternatives for drafting workers (see Drafting). A round drafts a chain of up
+    to `max_depth` tokens for each request: the `likeliest` tokens, until their probability falls
+    below `min_prob`, or draws with the noise of the policy (`shared_noise`).
     """
 
     directory: str | None = None
@@ -110,7 +110,7 @@ class DraftModelConfig:
 
     @property
     def each(self) -> tuple[DraftModelConfig, ...]:
-        """The configuration of each of the models."""
+        """The configuration of each model."""
         folders = (self.directory, *self.directories)
         return tuple(dataclasses.replace(self, directory=f, directories=()) for f in folders)
 
@@ -122,28 +122,28 @@ class DraftModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ReuseConfig:
-    """Reuse of last epoch's response to the same prompt by the same sample index.
+    """Reuse of last epoch's response to the same prompt with the same sample index.
 
     `mode`: `off`; `lenient:λ` (SPEC-RL: a token is kept with probability min(1, λ · p_new / p_old),
-    up to the first that is not; λ a number, `e^0.5`, `inf`); its ablations `delayed:λ` (the epoch
-    before the last), `random` and `full`; `coupled` (noise repeats from epoch to epoch, tokens are
-    kept while the policy draws them again); `repeated_noise` (the noise of `coupled`, nothing is
-    kept: its baseline). `schedule` changes λ: `constant`, `linear:END:STEPS`,
-    `clip_fraction:TARGET`.
+    up to the first token that is not kept; λ is a number, `e^0.5` or `inf`); its ablations
+    `delayed:λ` (the epoch before the last), `random` and `full`; `coupled` (noise repeats from
+    epoch to epoch, tokens are kept while the policy draws them again); `repeated_noise` (the
+    baseline of `coupled`, with its noise but without kept tokens). `schedule` changes λ:
+    `constant`, `linear:END:STEPS`, `clip_fraction:TARGET`.
 
-    Every mode repeats old responses, so a prompt that was not solved is tried in the same way
-    again. Two remedies keep exploring: `fresh_share` of each group's samples, rounded up but never
-    all, draw fresh noise in each epoch and reuse nothing; with `renew_groups` so do all samples of
-    a prompt whose last responses had equal rewards, and taught nothing (groups of one never do).
-    0 and False repeat everything, as SPEC-RL does. A kept token was drawn by a policy of at most
-    `max_age_steps` steps before, else the response is generated anew (None: no bound, which
-    Sched.mode = "pipeline" does not take; tokens of `coupled` have no age).
+    Every mode repeats old responses, so an unsolved prompt is tried in the same way again. Two
+    remedies keep exploring: a `fresh_share` of the samples of each group, rounded up but never the
+    whole group, draws fresh noise in each epoch and reuses nothing; with `renew_groups` so do all
+    samples of a prompt after its responses had equal rewards and taught nothing (groups of one
+    never do). 0 and False repeat everything, as SPEC-RL does. A kept token was drawn by a policy at
+    most `max_age_steps` steps earlier; otherwise the response is generated from scratch (None means
+    no bound, which Sched.mode = "pipeline" rejects; tokens of `coupled` have no age).
 
-    Every token of `coupled` is a draw of the current policy, and its joint law is exact (but for
-    rounding) for any policy that was chosen without looking at the noise. Training
-    does look: updates learn from responses made with it, as with common random numbers elsewhere.
-    Sampling.draw is "gumbel_blocks" with it unless set. After an update at 1e-5 `gumbel` kept 81%
-    of SmolLM2-135M's tokens; `cdf` kept 31%, which is slower than no reuse.
+    Every token of `coupled` is a draw of the current policy, and the joint distribution is exact
+    (except for rounding) for any policy that was chosen independently of the noise. Training is
+    not independent: updates learn from responses made with the noise, as with common random numbers
+    elsewhere. With `coupled`, Sampling.draw is "gumbel_blocks" unless set. After an update at 1e-5
+    `gumbel` kept 81% of the tokens of SmolLM2-135M; `cdf` kept 31%, which is slower than no reuse.
     """
 
     mode: str = "off"
@@ -202,7 +202,7 @@ def check_coupling(
     *,
     max_times: int = 2,
 ) -> None:
-    """Raise ValueError if (example, sample) cannot key noise, an example `max_times` a step."""
+    """Raise ValueError if (example, sample) cannot key noise with `max_times` uses per step."""
     if not config.couples_noise:
         return
     max_examples, mode = 2**31 // (2 * MAX_SAMPLES), f'Reuse.mode="{config.mode}"'
@@ -228,7 +228,7 @@ def check_age(
     config: ReuseConfig, num_examples: int, max_prompts_per_step: int, *, is_pipeline: bool
 ) -> None:
     """Raise ValueError if every response of the last epoch would be too old to be reused."""
-    # a pipeline's responses are an update old when they are new
+    # responses of a pipeline are one update old from the start
     youngest = config.epochs * (num_examples // max_prompts_per_step) + is_pipeline
     limit = config.max_age_steps
     if config.keeps_old_tokens and limit is not None and limit < youngest:

@@ -1,4 +1,4 @@
-"""The draft model and the learned drafter of a run, and their weights on the workers' devices."""
+"""The draft model and the learned drafter of a run, and their weights on worker devices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class DrafterSource(Protocol):
-    """Makes the drafters of a run's workers."""
+    """A maker of drafters for the workers of a run."""
 
     def drafter_for(self, context: DrafterContext) -> Drafter:
         """Return the drafter of one worker for one rollout."""
@@ -39,14 +39,14 @@ class DrafterSource(Protocol):
 
 
 class PerRunner(Generic[T]):
-    """One value per model runner, for any thread; shapes (`shapes_only`) are not kept."""
+    """One value per model runner, safe from any thread; shapes (`shapes_only`) are not kept."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held: dict[int, tuple[object, T]] = {}
 
     def get(self, runner: ModelRunner, make: Callable[[], T], version: object = None) -> T:
-        """Return the runner's value; `make` it if there is none of this `version` yet."""
+        """Return the value of a runner; call `make` if no value of this `version` is kept."""
         with self._lock:
             held = self._held.get(id(runner))
         if held is None or held[0] != version:
@@ -65,7 +65,7 @@ class PerRunner(Generic[T]):
 def check_draft_model(
     config: DraftModelConfig, policy: ModelConfig, words: Tokenizer, max_total_tokens: int
 ) -> tuple[Path, ModelConfig]:
-    """Return the model's folder and shape; raise if there is none or it does not fit the policy."""
+    """Return folder and shape of the draft model; raise unless it is set and fits the policy."""
     if config.directory is None:
         raise ValueError(
             "Speculation.sources names model, and DraftModel.directory is not set: name the folder "
@@ -105,7 +105,7 @@ class DraftModel:
         others: Sequence[DraftModel] = (),
     ) -> None:
         self.model, self.config = model, config
-        self.models = (self, *others)  # of `config.directories`, for drafting workers
+        self.models = (self, *others)  # with `config.directories`, for drafting workers
         self._params = params
         self._on_devices = PerRunner[transformer.Params]()
 
@@ -120,18 +120,18 @@ class DraftModel:
 
     @staticmethod
     def elsewhere(config: DraftModelConfig) -> DraftModel:
-        """Return the model without weights, for a run whose workers read them."""
+        """Return the model without weights, for a run with workers that read the weights."""
         assert config.directory is not None
         return DraftModel(hf.check(resolve_path(config.directory)), None, config)
 
     @property
     def made_for(self) -> str:
-        """A text that changes with its programs and their times."""
+        """Cache key for compiled programs and their timings."""
         return repr((self.model, self.config.each[0]))
 
     @property
     def max_depth(self) -> int:
-        """The most draft tokens of a chain."""
+        """The maximum number of draft tokens in a chain."""
         return self.config.max_depth
 
     def drafter_for(self, context: DrafterContext) -> DraftModelDrafter:
@@ -139,7 +139,7 @@ class DraftModel:
         return self.make_drafter(DraftModelDrafter, context, self.config.max_depth)
 
     def make_drafter(self, kind: type[Kind], context: DrafterContext, max_depth: int) -> Kind:
-        """Return a drafter of this kind for one worker and rollout, of chains of `max_depth`."""
+        """Return a drafter of this kind for one worker and rollout, with chains of `max_depth`."""
         runner, config = context.runner, self.config
         return kind(
             dataclasses.replace(self.model, unused_ids=runner.model.unused_ids),
@@ -156,7 +156,7 @@ class DraftModel:
         )
 
     def seconds_to_place(self, clock: Callable[[], float]) -> float:
-        """Measure how long the weights take from the host's memory to a device."""
+        """Measure the seconds to copy the weights from host memory to a device."""
         host = jax.tree.map(np.asarray, self._params)
         start_s = clock()
         jax.block_until_ready(jax.device_put(host))
@@ -171,7 +171,7 @@ class DraftModel:
 
 
 class LearnedDrafter:
-    """The drafter that all workers share, in any thread; `swap` replaces its weights."""
+    """The drafter that all workers share, safe from any thread; `swap` replaces its weights."""
 
     def __init__(self, drafter: EagleWeights, tree: TreeConfig) -> None:
         self.config, self.draft_ids_U = drafter.config, drafter.draft_ids_U
@@ -187,18 +187,18 @@ class LearnedDrafter:
 
     @property
     def newest(self) -> tuple[int, EagleParams]:
-        """The version and the weights that belong together."""
+        """The current version and the weights of this version."""
         with self._lock:
             return self._version, self._params
 
     @property
     def made_for(self) -> str:
-        """A text that changes with its programs and their times."""
+        """Cache key for compiled programs and their timings."""
         return repr((self.config, self.tree))
 
     @property
     def max_depth(self) -> int:
-        """The most draft tokens on a path."""
+        """The maximum number of draft tokens on a path."""
         return self.tree.max_depth
 
     @property
@@ -207,7 +207,7 @@ class LearnedDrafter:
         return EagleWeights(self.config, self._params, self.draft_ids_U)
 
     def swap(self, params: EagleParams) -> None:
-        """Replace the weights by arrays that nothing donates."""
+        """Replace the weights by arrays that no step donates."""
         with self._lock:
             self._params, self._version = params, self._version + 1
 
@@ -239,5 +239,5 @@ class LearnedDrafter:
 
 
 DeviceDrafterSource = DraftModel | LearnedDrafter  # one drafter of a run, shared by all workers
-DeviceDrafters = Mapping[str, DeviceDrafterSource]  # by their names among the sources
+DeviceDrafters = Mapping[str, DeviceDrafterSource]  # by source name
 NO_DRAFTERS: DeviceDrafters = {}

@@ -1,7 +1,8 @@
-"""History workers: actors that build the index of a step's prompts, each a shard of it.
+"""History workers: actors that each build a shard of the index for the prompts of a step.
 
-The run sends a step's cached groups while the step before trains, and rollout workers fetch the
-shards from Ray's store. A lost worker costs its prompts drafts in one step, or time.
+The run sends the cached groups of a step while the previous step trains, and rollout workers fetch
+the shards from the Ray object store. Losing a worker costs its prompts their drafts in one step, or
+time.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from reprise.spec.reuse.rollout_cache import CachedGroup, CacheFileError, Rollou
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shard:
-    """The part of an index that start `start` of worker `worker` has built.
+    """The part of an index that worker `worker` built in its start number `start`.
 
-    `trees` refers to its `HistoryIndex` in Ray's store. Groups of `damaged` keys were left out.
+    `trees` refers to its `HistoryIndex` in the Ray object store. Groups of `damaged` keys were left
+    out.
     """
 
     worker: int
@@ -40,13 +42,13 @@ class Shard:
 
 
 class HistoryActor:
-    """Builds shards for drafters of `rule`, from groups of this policy and vocabulary."""
+    """An actor that builds shards for `rule`, from groups of one policy and vocabulary."""
 
     def __init__(self, rule: ProposalRule, policy: str, vocab_size: int) -> None:
         self._rule, self._policy, self._vocab_size = rule, policy, vocab_size
 
     def ready(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
     def build(
         self, blobs: Mapping[str, bytes], tails: Mapping[str, np.ndarray]
@@ -63,7 +65,7 @@ class HistoryActor:
 
 
 class HistoryWorkers:
-    """The history workers of a run: a prompt's key names its worker, by a checksum."""
+    """The history workers of a run; a checksum of the prompt key selects the worker."""
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class HistoryWorkers:
         self._tail_tokens, self._settings = rule.longest, settings
 
     def wait_started(self) -> None:
-        """Raises ProgramLost if one cannot serve."""
+        """Wait until all workers have started. Raises ProgramLost if a worker cannot serve."""
         for ready in [actor.call("ready", is_work=False) for actor in self.actors]:
             ready.result()
 
@@ -90,12 +92,12 @@ class HistoryWorkers:
             actor.close()
 
     def has(self, shard: Shard) -> bool:
-        """Return whether the program that built the shard is still there."""
+        """Return whether the program that built the shard is still running."""
         actor = self.actors[shard.worker]
         return actor.is_there and actor.num_starts == shard.start
 
     def build(self, prompts: Mapping[str, Prompt], cache: RolloutCache) -> tuple[Shard, ...]:
-        """Build the index of these prompts; shards that are lost or late are left out."""
+        """Build the index of these prompts; leave out shards that are lost or late."""
         blobs: list[dict[str, bytes]] = [{} for _ in self.actors]
         for key in prompts:
             if (blob := cache.blob(key)) is not None:
@@ -135,7 +137,7 @@ def history_index(
     limit_s: float,
     say: Callable[[str], None],
 ) -> HistoryIndex:
-    """Return the index of these groups and of shards; those late after `limit_s` are reported."""
+    """Return the index of these groups and shards; report shards that take over `limit_s`."""
     trees = dict(build_index(groups, {key: prompts[key] for key in groups}, rule).trees)
     for part in ray_session.fetch(shards, limit_s) if shards else ():
         if isinstance(part, ProgramLost):

@@ -1,9 +1,9 @@
-"""Reuse across epochs: requests that start from the last epoch's responses.
+"""Reuse across epochs: requests that start from responses of the last epoch.
 
-A run's `Reuse` makes the requests of a step, each with last epoch's response of the same
-(prompt, sample index) if there is one, and the rule that decides how much of it is kept. Samples
-that draw fresh noise (`spec.reuse.renewal`) have none. After scoring, `remember` keeps the step's
-responses for the next epoch.
+The `Reuse` of a run makes the requests of a step, each with the response of the last epoch to the
+same (prompt, sample index) if cached, and the rule that decides how many of its tokens are kept.
+Samples that draw fresh noise (`spec.reuse.renewal`) reuse nothing. After scoring, `remember` keeps
+the responses of the step for the next epoch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COUPLED_STEP = 0  # of noise that repeats; training steps count from 1
 
 
 class Reuse:
-    """Reuse in a run: makes requests from the cache, and adapts the lenience."""
+    """The reuse of a run, which makes requests from the cache and adapts the lenience."""
 
     def __init__(
         self,
@@ -49,19 +49,19 @@ class Reuse:
         self._cache, self._seed, self._greedy = cache, seed, greedy
         self._log_lenience = log(self.mode.lenience)
         self._problems: list[str] = []
-        # the groups that requests of a step repeat; the cache may change before its responses come
+        # groups that requests of a step repeat; the cache may change before responses arrive
         self._last: dict[int, dict[str, CachedGroup | None]] = {}
         self._misses = RunMisses()
-        self._seconds = seconds or RunSeconds()  # of the run's steps so far
+        self._seconds = seconds or RunSeconds()  # of all steps so far
 
     def key(self, step: int) -> jax.Array:
-        """Return the noise key of a step; with `coupled` all steps have the same."""
+        """Return the noise key of a step; with `coupled` all steps have the same key."""
         return step_key(self._seed, COUPLED_STEP if self.mode.couples_noise else step)
 
     def rule(self, step: int) -> PrefixRule | None:
-        """Return the rule that decides how much of a cached response is kept; None: no reuse.
+        """Return the rule that decides how much of a cached response is kept; None without reuse.
 
-        There is none either if `coupled` has lost, which changes no token.
+        Also None if `coupled` reuse is off because it lost time, which changes no token.
         """
         has_lost = self.mode.couples_noise and self._seconds.reuse_is_off
         if not self.mode.enabled or has_lost:
@@ -79,11 +79,12 @@ class Reuse:
         before: Sequence[str] = (),
         samplings: Sequence[SamplingConfig | None] | None = None,
     ) -> list[Request]:
-        """Return `size` requests to each prompt with responses to reuse, first samples first.
+        """Return `size` requests for each prompt, with responses to reuse, by sample index.
 
-        `keys` name the examples, `numbers` count them in the data set; `before` are the keys of
-        earlier sampling passes of the step, `samplings` the settings of prompts with separate ones.
-        An example that a step repeats is answered without reuse, with other noise.
+        `keys` name the examples, `numbers` are their indices in the data set; `before` are the keys
+        of earlier sampling passes of the step, `samplings` the settings of prompts that have
+        separate settings. An example that a step repeats is answered without reuse, with different
+        noise.
         """
         seen, again = collections.Counter(before), list[int]()
         for key in keys:
@@ -114,7 +115,7 @@ class Reuse:
         return [request(g, i) for i in range(size) for g in range(len(prompts))]
 
     def _group(self, key: str, prompt: Prompt, back: int = 0) -> CachedGroup | None:
-        """Return the prompt's group of the last epoch, or of one `back` epochs before it."""
+        """Return the group of a prompt in the last epoch, or `back` epochs before that."""
         group = self._cache.get(key, back)
         if group is not None and group.prompt_ids.tolist() != list(prompt):
             self._problems.append(f"{key!r} is answered afresh: its cached prompt is another one")
@@ -142,7 +143,7 @@ class Reuse:
         return {i: r for i, r in usable.items() if _oldest_version(r) >= oldest}
 
     def _expected(self, group: CachedGroup) -> Sequence[CachedResponse]:
-        """Return the group's responses with their expected miss rates."""
+        """Return the responses of a group with their expected miss rates."""
         if not self.mode.couples_noise:
             return group.responses
         run_rate = self._misses.rate
@@ -161,7 +162,7 @@ class Reuse:
         step: int,
         cache: RolloutCache,
     ) -> dict[str, float]:
-        """Keep a step's responses for the next epoch in `cache`; return metrics of repetition."""
+        """Keep responses of a step in `cache` for the next epoch; return metrics of repetition."""
         last = {key: self._last.get(step, {}).get(key) for key in keys}
         self._last = {later: groups for later, groups in self._last.items() if later > step}
         if not self.mode.repeats:
@@ -193,7 +194,7 @@ class Reuse:
         trajectories: Sequence[Trajectory],
         last: Mapping[str, CachedGroup | None],
     ) -> dict[str, dict[int, Agreement]]:
-        """Compare responses with last epoch's, by sample, if they have the same noise."""
+        """Compare responses with the last epoch, by sample, if they have the same noise."""
         found: dict[str, dict[int, Agreement]] = {}
         if not (self.mode.enabled and self.mode.couples_noise):
             return found
@@ -210,7 +211,7 @@ class Reuse:
         return found
 
     def _ages(self, trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
-        """Return the age of the kept tokens, in updates; tokens of `coupled` have none."""
+        """Return the age of the kept tokens, in updates; tokens of `coupled` have no age."""
         if not self.mode.enabled or self.mode.couples_noise:
             return {}
         kept = [t.policy_versions[t.origins == Origin.REUSED] for t in trajectories]
@@ -220,7 +221,7 @@ class Reuse:
         return {"spec/reused_age": float(ages.mean()), "spec/reused_age_max": float(ages.max())}
 
     def after_update(self, metrics: Mapping[str, float]) -> None:
-        """Adapt the lenience to the share of tokens that the step's updates clipped."""
+        """Adapt the lenience to the share of tokens that the updates of the step clipped."""
         clipped = metrics.get("clip_ratio/region_mean")
         if clipped is not None:
             self._log_lenience = self._schedule.after(self._log_lenience, clipped)
@@ -228,7 +229,7 @@ class Reuse:
     def metrics(
         self, stats: EngineStats, num_tokens: int, step: int, rule: PrefixRule | None = None
     ) -> dict[str, float]:
-        """Return metrics of the reuse, by the step's `rule`, in `num_tokens` response tokens."""
+        """Return metrics of reuse by the `rule` of a step, over `num_tokens` response tokens."""
         if not self.mode.enabled:
             return {}
         v = stats.cached
@@ -246,7 +247,7 @@ class Reuse:
         return metrics
 
     def new_problems(self) -> list[str]:
-        """Return the responses that could not be reused since the last call: few, and a count."""
+        """Return messages about failed reuse since the last call: a few, and a count of others."""
         problems, self._problems = list(dict.fromkeys(self._problems)), []
         more = [f"{len(problems) - 3} more prompts likewise"] if len(problems) > 4 else []
         return problems[: 3 if more else 4] + more
@@ -272,10 +273,10 @@ def remember(
     renewals: Mapping[str, int] | None = None,
     agreements: Mapping[str, Mapping[int, Agreement]] | None = None,
 ) -> dict[str, CachedGroup]:
-    """Keep a step's responses for the next epoch, and return them; group g answered `keys[g]`.
+    """Keep the responses of a step for the next epoch, and return them by key.
 
-    `renewals` of each prompt's noise before they were drawn; none: 0. `agreements` of samples with
-    the responses before them.
+    Group g has the key `keys[g]`. `renewals` counts the renewals of the noise of each prompt before
+    the draws (None means 0); `agreements` compares samples with their previous responses.
     """
     groups: dict[str, dict[int, Trajectory]] = {key: {} for key in keys}
     for t in trajectories:
@@ -302,12 +303,12 @@ def _cached(t: Trajectory, before: Agreement | None, *, scored: bool) -> CachedR
 def _same_samples(
     last: CachedGroup | None, group: CachedGroup
 ) -> list[tuple[CachedResponse, CachedResponse]]:
-    """Return the responses of the same samples of both groups."""
+    """Return pairs of responses with the same sample index in both groups."""
     before = {} if last is None else {r.sample_index: r for r in last.responses}
     return [(before[r.sample_index], r) for r in group.responses if r.sample_index in before]
 
 
 def _oldest_version(response: CachedResponse) -> int:
-    """Return the version of the policy that drew the response's oldest token."""
+    """Return the version of the policy that drew the oldest token of a response."""
     assert response.scores is not None
     return int(response.scores.policy_versions.min(initial=2**31 - 1))

@@ -1,4 +1,4 @@
-"""The seconds that cached responses saved or cost in a step, by its rounds."""
+"""The seconds that cached responses saved or cost in a step, estimated from its rounds."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ NO_REUSE = ReuseMode("off")
 def reuse_saved_s(rounds: Sequence[RoundRecord], times: RoundTimes) -> float:
     """Return an estimate of the seconds that cached tokens saved against plain decoding.
 
-    The tokens of a pass of chunks count as the plain rounds that would bring all busy rows as many;
-    cached tokens of nodes count as drafts do. Prices of passes that are not made are a loss.
+    A pass of chunks counts as the plain rounds that would draw its tokens, over all busy rows;
+    cached tokens of nodes count as drafts do. Pricing passes that do not run is a loss.
     """
     saved_s = seconds_saved([r for r in rounds if r.cached_nodes], times)
     for r in rounds:
@@ -29,7 +29,7 @@ def reuse_saved_s(rounds: Sequence[RoundRecord], times: RoundTimes) -> float:
 
 
 def reuse_loss_text(lost: Sequence[StepSeconds], mode: ReuseMode) -> str:
-    """Return how much the latest losing steps' reuse has cost, and what follows from it."""
+    """Return a message about the cost of reuse in the latest losing steps, and its consequence."""
     lost_s, rollout_s = -sum(s.reuse_saved_s for s in lost), sum(s.rollout_s for s in lost)
     if mode.couples_noise:
         end = "it ends for the rest of the run, and its responses only draft"

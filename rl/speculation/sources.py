@@ -1,9 +1,9 @@
-"""Speculative rollouts of a training run: which drafters, which budget, and their history.
+"""Speculative rollouts of a training run: their drafters, budgets and history.
 
-In each step `drafter_factory` makes drafters and budgets for its rollouts, whose responses then
-enter the rollout cache (`rl.speculation.reuse.remember`); `prepare` builds the index of the next
-step's prompts in a thread while the update runs. Drafts never change a token (on
-accelerators only by rounding, docs/architecture.md), so nothing here can change the training.
+In each step `drafter_factory` makes drafters and budgets for its rollouts. The responses then enter
+the rollout cache (`rl.speculation.reuse.remember`), and `prepare` builds the index of the prompts
+of the next step in a thread while the update runs. Drafts never change a token (except by rounding
+on accelerators, docs/architecture.md), so nothing here can change the training.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from reprise.spec.retrieval.suffix_queries import ProposalRule
 from reprise.spec.reuse.rollout_cache import CachedGroup, RolloutCache
 from reprise.spec.round_times import RoundTimes, RunSeconds
 
-HISTORY_RULES = {"history": history.RULE, "histospec": history.PAPER_RULE}  # as shipped
+HISTORY_RULES = {"history": history.RULE, "histospec": history.PAPER_RULE}  # default rules
 MAX_WORKERS = 2**16
 
 
 def history_rule(config: SpeculationConfig) -> ProposalRule:
-    """Return the rule that a configuration's history source drafts by."""
+    """Return the rule that the history source of a configuration drafts by."""
     assert config.history_source is not None
     rule, (max_length, shortest) = HISTORY_RULES[config.history_source], config.match_tokens
     if config.history_source != "histospec":
@@ -68,7 +68,7 @@ def history_rule(config: SpeculationConfig) -> ProposalRule:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Built:
-    """The history of a step's prompts: indexed here, or its groups and the workers' `shards`."""
+    """The history of the prompts of a step: a local `index`, or `groups` and worker `shards`."""
 
     index: HistoryIndex | None
     keys: frozenset[str]
@@ -86,11 +86,11 @@ class _Built:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepDrafts:
-    """Factory for each worker's drafters and budget of a rollout.
+    """A factory of drafters and budget for each worker of a rollout.
 
-    The other fields are arguments of `Speculation.drafter_factory`; with these, the prompts'
-    `history`, references to `shards` of its index and the `methods` of copies another program makes
-    the same drafters.
+    The other fields are arguments of `Speculation.drafter_factory`, the `history` of the prompts,
+    references to `shards` of its index, and the `methods` of copies. Another program can make the
+    same drafters from these fields.
     """
 
     make: DrafterFactory
@@ -108,7 +108,7 @@ class StepDrafts:
 
 
 class Speculation:
-    """Drafters of a run's rollouts, and their state between them. A context manager."""
+    """The drafters of a run, and their state between rollouts. A context manager."""
 
     def __init__(
         self,
@@ -123,22 +123,22 @@ class Speculation:
         wanted = {LEARNED: config.learns, MODEL: config.asks_model}
         assert drafters.keys() == {n for n in wanted if wanted[n]}, "those that the sources name"
         self.config, self.drafters = config, drafters
-        self.times: RoundTimes | None = None  # to be set once it is measured
-        self.seconds = RunSeconds(config.losing_steps)  # of the run's steps so far
+        self.times: RoundTimes | None = None  # set once it is measured
+        self.seconds = RunSeconds(config.losing_steps)  # of all steps so far
         self._cache, self._deadline = cache, deadline or Deadline()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="history")
         self._building: Future[_Built] | None = None
-        self._used: _Built | None = None  # by the current rollout, or the last one
-        self.has_history = False  # its prompts have responses of an earlier epoch
+        self._used: _Built | None = None  # by the current or the last rollout
+        self.has_history = False  # whether its prompts have earlier responses
         self._tuner, self._seed = tuner or TunerConfig(), seed
         self._bandits: dict[int, BegMab] = {}  # by worker
         self._lock = threading.Lock()
-        self.for_others = False  # workers of other programs, which index the history themselves
-        self.history_workers: HistoryWorkers | None = None  # or these, for them
-        # sources that drafting workers draft by, in place of the workers themselves
+        self.for_others = False  # whether workers of other programs index the history themselves
+        self.history_workers: HistoryWorkers | None = None  # or index it for these workers
+        # sources that drafting workers draft from, in place of rollout workers
         self.apart: Mapping[str, DrafterSource] = {}
         self.apart_elsewhere = frozenset[str]()  # sources of workers in other programs
-        self.methods_of_copies: tuple[str, ...] = ()  # sources, of requests with copies
+        self.methods_of_copies: tuple[str, ...] = ()  # sources for requests with copies
 
     def drafter_factory(
         self,
@@ -154,11 +154,11 @@ class Speculation:
     ) -> DrafterFactory:
         """Return a factory of drafters and budgets for one rollout, separate for each worker.
 
-        Group first_group + g answers `prompts[g]`, whose key is `keys[g]`. `last` are last epoch's
-        responses by request id, if requests may reuse them. The drafters share the index of the
-        prompts' history, and the `server` through which siblings exchange tokens; it forgets a
-        group once `group_size` responses have ended (0: never). `answers` marks the prompts that
-        this process has the requests of. With `index` the history is not looked up here.
+        Group first_group + g answers `prompts[g]`, with key `keys[g]`. `last` are last epoch's
+        responses by request id, if requests may reuse them. The drafters share the history index
+        of the prompts, and the `server` through which siblings exchange tokens; the server forgets
+        a group once `group_size` responses have finished (0: never). `answers` marks the prompts
+        with requests in this process. With `index` the history is not looked up here.
         """
         if not self.config.enabled:
             return no_drafts
@@ -224,14 +224,14 @@ class Speculation:
 
     @property
     def times_now(self) -> RoundTimes | None:
-        """The table of seconds, corrected by the run's rounds so far."""
+        """The table of seconds, corrected by the rounds of the run so far."""
         return None if self.times is None else self.seconds.corrected(self.times)
 
     @property
     def is_off(self) -> bool:
-        """True if drafts that lose have been turned off: for the run, or until it has history.
+        """True if losing drafts have been turned off, for the run or until it has history.
 
-        They are not if workers draft, nor with a fixed budget.
+        Drafts stay on with drafting workers or with a fixed budget.
         """
         return self._can_be_off and self.seconds.is_off(self.has_history)
 
@@ -240,7 +240,7 @@ class Speculation:
         return parse_budget(self.config.budget)[0] != "fixed" and not self.apart
 
     def bandit(self, worker: int) -> BegMab:
-        """Return a worker's tuner."""
+        """Return the tuner of a worker."""
         with self._lock:
             if worker not in self._bandits:
                 learned = self.drafters.get(LEARNED)
@@ -253,12 +253,12 @@ class Speculation:
 
     @property
     def _deepest_here(self) -> dict[str, int]:
-        """Return the drafters on the devices of verifying workers, and how deep they draft."""
+        """Return the maximum depth of each drafter on the devices of verifying workers."""
         separate = self.apart.keys() | self.apart_elsewhere
         return {name: x.max_depth for name, x in self.drafters.items() if name not in separate}
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the workers' tuners, for a checkpoint."""
+        """Return the state of all tuners, for a checkpoint."""
         return {"bandits": {str(w): bandit.state() for w, bandit in self._bandits.items()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -267,7 +267,7 @@ class Speculation:
                 self.bandit(int(worker)).load_state(saved)
 
     def bandit_metrics(self) -> dict[str, float]:
-        """Return the bandits' choices since the last call, and their median rewards."""
+        """Return the choices of bandits since the last call, and their median rewards."""
         chosen, rewards = collections.Counter[str](), dict[str, list[float]]()
         for bandit in self._bandits.values():
             chosen += bandit.take_chosen()
@@ -278,7 +278,7 @@ class Speculation:
         return shares | {name: float(value) for name, value in medians.items()}
 
     def history_metrics(self) -> dict[str, float]:
-        """Return metrics of the rollout's history, and of the cache."""
+        """Return metrics of the history of the rollout, and of the cache."""
         if not self.keeps_history:
             return {}
         assert self._used is not None, "drafter_factory comes first"
@@ -289,18 +289,18 @@ class Speculation:
         }
 
     def prepare(self, next_prompts: Mapping[str, Prompt]) -> None:
-        """Start to build the index of the next step, whose prompts are given by key."""
+        """Start to build the index of the next step, with `next_prompts` by key."""
         self._building = self._thread.submit(self._build, dict(next_prompts))
 
     def settle(self) -> None:
-        """Wait until nothing reads the cache any more."""
+        """Wait until nothing reads the cache."""
         self._built()
 
     def __enter__(self) -> Speculation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # an ending process does not wait for an unused index
+        # an exiting process does not wait for an unused index
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     @property
@@ -310,20 +310,20 @@ class Speculation:
 
     @property
     def no_history(self) -> HistoryIndex | None:
-        """The index of no prompt; None if nothing drafts from history."""
+        """An empty index; None if no source drafts from history."""
         source = self.config.history_source
         return None if source is None else build_index({}, {}, history_rule(self.config))
 
     def _history(self, prompts: Mapping[str, Prompt]) -> _Built:
         built = self._built()
-        if built is None or built.keys != frozenset(prompts):  # the first step, or a resumed one
+        if built is None or built.keys != frozenset(prompts):  # first or resumed step
             built = self._build(prompts)
         self._building = None
         self._used = built = self._without_lost(built)
         return built
 
     def _without_lost(self, built: _Built) -> _Built:
-        """Read the groups of shards that were lost since they were built."""
+        """Replace shards that were lost since they were built by groups from the cache."""
         workers = self.history_workers
         lost = [s for s in built.shards if workers is None or not workers.has(s)]
         groups = self._groups([key for shard in lost for key in shard.keys])
@@ -340,7 +340,7 @@ class Speculation:
         try:
             return result_of(self._building, "the index of the prompts' history", self._deadline)
         except Hang:
-            self._building = None  # so that a save after this does not wait for it again
+            self._building = None  # so that a later save does not wait for it again
             raise
 
     def _build(self, prompts: Mapping[str, Prompt]) -> _Built:
@@ -358,5 +358,5 @@ class Speculation:
 
 
 def _tag(arm: str) -> str:
-    """Return an arm's name as a part of a metric's."""
+    """Return the name of an arm as part of a metric name."""
     return arm.replace(" ", "_")

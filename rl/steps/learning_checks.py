@@ -1,6 +1,6 @@
-"""Checks of a run's rewards, step by step: how many fail, and whether the others teach anything.
+"""Checks of the rewards in every step: how many fail, and whether the others teach anything.
 
-A run ends, with its last whole step saved, if too many rewards fail (`Reward.max_failed_share`,
+A run stops, with its last whole step saved, if too many rewards fail (`Reward.max_failed_share`,
 `Reward.max_failing_steps`), or after `Run.no_update_limit_steps` steps in a row that taught the
 policy nothing.
 """
@@ -18,17 +18,17 @@ from reprise.rl.records.trajectory import Trajectory
 from reprise.rl.rewards.scores import Score
 from reprise.rl.settings.config import TrainConfig
 
-FEW = 0.01  # of a step's samples: so many failures may persist
+FEW = 0.01  # share of failed samples per step that may persist
 
 
 class NotLearning(RuntimeError):
-    """The run ends: its rewards fail, or its steps teach the policy nothing."""
+    """Raised to stop a run with failing rewards, or with steps that teach the policy nothing."""
 
 
 def check_failures(
     config: TrainConfig, say: Callable[[str], None], scores: Sequence[Score], step: int
 ) -> None:
-    """Report how many samples could not be scored, and why. Raises NotLearning for too many."""
+    """Report how many samples could not be scored, and why; raise NotLearning for too many."""
     if not (text := failures_text(scores)):
         return
     share = config.reward.max_failed_share
@@ -41,7 +41,7 @@ def check_failures(
 
 
 def compared_groups(config: TrainConfig, trajectories: Sequence[Trajectory]) -> list[int]:
-    """Return the group that each response is compared with: one group if there is a critic."""
+    """Return the group that each response is compared in; with a critic there is only one group."""
     is_one = config.algorithm.resolved.needs_critic
     return [0 if is_one else t.group_id for t in trajectories]
 
@@ -52,9 +52,9 @@ def missing_signal(
     group_ids: Sequence[int],
     used: np.ndarray,
 ) -> str | None:
-    """Return why a step's rewards teach nothing, with the remedy; None if they do.
+    """Return why the rewards of a step teach nothing, with a remedy; None if they teach.
 
-    `group_ids` are of `compared_groups`; `used` marks the responses trained on.
+    `group_ids` come from `compared_groups`; `used` marks the responses trained on.
     """
     algorithm, scored = config.algorithm, [t for t in trajectories if t.reward is not None]
     if not trajectories:
@@ -88,7 +88,7 @@ def missing_signal(
 
 
 class LearningWatch:
-    """Counts the last steps in a row that taught nothing, or whose rewards failed in part."""
+    """Counts the latest consecutive steps that taught nothing, or had some failing rewards."""
 
     def __init__(self, config: TrainConfig, say: Callable[[str], None]) -> None:
         self._config, self._say = config, say
@@ -96,7 +96,7 @@ class LearningWatch:
         self._reason = ""
 
     def after(self, step: int, row: Mapping[str, Any], missing: str | None) -> None:
-        """Count a step by its metrics and its `missing_signal`. Raises NotLearning at a limit."""
+        """Count a step by its metrics and its `missing_signal`; raise NotLearning at a limit."""
         self._num_steps += 1
         is_failing = row["rewards/failures"] > FEW * row["completions/count"]
         self._num_failing = self._num_failing + 1 if is_failing else 0

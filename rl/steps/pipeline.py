@@ -2,12 +2,13 @@
 
     update s−1 → weights v(s−1) → step s+1 is submitted with them → step s is collected → update s
 
-A step's responses come from weights one update old (RhymeRL, section 4.2). Step numbers and rewards
-fix the weights of a step, the responses it reuses, its lenience and its place in the data order, so
-tokens do not depend on the speed of a worker. A request that HistoPipe defers continues with newer
-weights; its tokens have their version. A further pass of dynamic sampling is submitted as a part of
-the next step, whose weights the workers have by then. Several processes submit their share of the
-groups, which may be none, and exchange a step's responses once it is collected (`rl.exchange`).
+The responses of a step come from weights one update old (RhymeRL, section 4.2). Step numbers and
+rewards fix the weights of a step, the responses it reuses, its lenience and its place in the data
+order, so tokens do not depend on the speed of a worker. A request that HistoPipe defers continues
+with newer weights; its tokens record their version. A further pass of dynamic sampling is submitted
+as a part of the next step, because the workers already have the weights of that step. Several
+processes submit their shares of the groups, which may be empty, and exchange the responses of a
+step once it is collected (`rl.exchange`).
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ from reprise.spec.reuse.prefix_rule import PrefixRule
 from reprise.spec.reuse.rollout_cache import RolloutCache
 from reprise.spec.sampling import NOISE_NAMES, step_key
 
-ALL_STEPS = 0  # requests are numbered over all steps: one noise key serves them
-MAX_NUMBERS = 2**26  # of requests whose noise repeats: more than two steps have
+ALL_STEPS = 0  # requests are numbered over all steps, so one noise key serves all steps
+MAX_NUMBERS = 2**26  # of requests with repeating noise; two steps have fewer requests
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,13 +69,13 @@ class _Policy:
 
 
 class PipelineRollouts:
-    """Called as `rl.steps.rollouts.StepRollouts`, once a step; a context manager."""
+    """A context manager that is called once per step, like `rl.steps.rollouts.StepRollouts`."""
 
     def __init__(self, system: System, first_step: int, stale_params: Params | None) -> None:
         engine, config = system.engine, system.config
         assert isinstance(engine, MultiEngine)
         self._system, self._engine, self._first = system, engine, first_step
-        self._next, self._cursor = first_step, 0  # to be collected; after all submitted prompts
+        self._next, self._cursor = first_step, 0  # step to collect; end of all submitted prompts
         self._extra = config.algorithm.resolved.max_extra_phases
         self._policies: dict[int, _Policy] = {}
         if stale_params is not None:
@@ -99,29 +100,29 @@ class PipelineRollouts:
         )
         self._key = engine.do(partial(step_key, config.run.seed, ALL_STEPS))
         self._prompts: dict[int, StepPrompts] = {}
-        self._open: dict[int, dict[int, Request]] = {}  # of all processes, by step and id
-        self._num_moved = 0  # of requests, as of the last row
-        self._submitted: set[int] = set()  # steps that this process's workers have
-        # the last step's responses: they enter the cache once the next step is submitted
+        self._open: dict[int, dict[int, Request]] = {}  # requests of all processes, by step and id
+        self._num_moved = 0  # number of moved requests at the last metrics row
+        self._submitted: set[int] = set()  # steps submitted to the workers of this process
+        # responses of the last step, which enter the cache once the next step is submitted
         self._late = RolloutCache(
             policy=system.cache.policy, vocab_size=system.cache.vocab_size, memory_bytes=2**62
         )
-        self._lengths: dict[str, tuple[int, ...]] = {}  # of the last responses, by prompt
+        self._lengths: dict[str, tuple[int, ...]] = {}  # lengths of the latest responses, by prompt
         self._held: dict[int, list[Scored]] = {}  # the finished siblings of deferred responses
-        self._returned_s = time.monotonic()  # the last step to the trainer
+        self._returned_s = time.monotonic()  # when the last step was returned to the trainer
 
     def __enter__(self) -> PipelineRollouts:
         self._session.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        # requests ahead of the last step are given up
+        # requests ahead of the last step are abandoned
         self._session.__exit__(Stopped)
 
     def __call__(
         self, system: System, params: Params, cursor: int, step: int, timings: Timings
     ) -> Rollouts:
-        """Return the responses of `step`; submit the step after it with `params`."""
+        """Return the responses of `step`; submit the next step with `params`."""
         weights = system.host_weights(params)
         for coming in (step, step + 1):
             if coming not in self._policies:
@@ -160,13 +161,13 @@ class PipelineRollouts:
         return rollouts
 
     def stale_params(self, state: TrainState, step: int) -> Params:
-        """Return the weights that answer the step after this one, for its checkpoint."""
+        """Return the weights that answer the step after `step`, for its checkpoint."""
         return self._policies[step + 1].weights.put_as(state.params)
 
     # -- submission ----------------------------------------------------------------
 
     def _first_group(self, step: int) -> int:
-        """Groups, and with them requests and their noise, are numbered over all steps."""
+        """Return the first group of a step; group, request and noise numbers span all steps."""
         return (step - 1) * self._system.config.rollout.prompts_per_step * (1 + (self._extra or 0))
 
     def _submit_first(self, step: int, cursor: int) -> None:
@@ -187,7 +188,7 @@ class PipelineRollouts:
             self._submit(step, step, before.prompts, before.first_group, deferred)
 
     def _submit_further(self, step: int, num_groups: int) -> None:
-        """Submit new prompts of a step whose others are done, as a part of the next step."""
+        """Submit new prompts of a step as a part of the next step, after its earlier passes."""
         own, start = self._prompts[step], self._cursor
         new, before = prompts_at(self._system, start, num_groups), own.prompts
         self._cursor = new.end
@@ -196,7 +197,7 @@ class PipelineRollouts:
         self._submit(step, step + 1, new, own.first_group + len(before), requests)
 
     def _requests(self, step: int, new: Prompts, before: Sequence[str]) -> list[Request]:
-        """Return the requests of a step for `new`; `before` are the keys of its earlier passes."""
+        """Return the requests of a step for `new`; `before` has the keys of its earlier passes."""
         system, config = self._system, self._system.config
         size, first = config.rollout.group_size, self._first_group(step)
         first_group = first + len(before)
@@ -204,7 +205,7 @@ class PipelineRollouts:
         def numbered(r: Request) -> Request:
             request_id = r.request_id + first * size
             if system.reuse.mode.couples_noise:
-                # noise that repeats is named by the example, so that a name may be in use twice
+                # repeating noise is named by the example, so two requests may share a name
                 number = (r.group_id + first_group) * size + r.sample_index
                 request_id = number % MAX_NUMBERS * NOISE_NAMES + r.request_id % NOISE_NAMES
             return dataclasses.replace(r, request_id=request_id, group_id=r.group_id + first_group)
@@ -218,7 +219,7 @@ class PipelineRollouts:
     ) -> None:
         """Submit requests of `step` to the workers, as a part of the step `place`.
 
-        A process submits its share, for a new place also none.
+        A process submits only its share, for a new place even if the share is empty.
         """
         self._engine.engines[0].check(requests, self._system.config.sampling)
         self._open.setdefault(step, {}).update({r.request_id: r for r in requests})
@@ -256,7 +257,7 @@ class PipelineRollouts:
         )
 
     def _deferred(self) -> list[Request]:
-        """Return the requests that HistoPipe had deferred into this step before the stop."""
+        """Return the requests that HistoPipe deferred into this step before the run stopped."""
         before = self._first - 1
         rows = [row for rows in self._held.values() for row in rows]
         ended = {(t.group_id, t.sample_index) for t, _, _ in rows}
@@ -269,7 +270,7 @@ class PipelineRollouts:
     # -- collection --------------------------------------------------------------
 
     def _collect(self, step: int, timings: Timings) -> Responses:
-        """Wait for the submitted responses of a step and their scores, of all processes."""
+        """Wait for the submitted responses of a step and their scores, from all processes."""
         system, own, requests = self._system, self._prompts[step], self._open.pop(step)
 
         number = step - self._first
@@ -293,7 +294,7 @@ class PipelineRollouts:
             list(requests.values()),
             answer,
             system.is_stop_requested,
-            # workers may move a step's own requests into the next one; those are answered there
+            # workers may move requests of this step into the next step, which then answers them
             may_go_on=()
             if own.phases > 1
             else [r.request_id for r in requests.values() if r.group_id >= own.first_group],
@@ -306,7 +307,7 @@ class PipelineRollouts:
     # -- state for later steps ---------------------------------------------------
 
     def _keep(self, collected: StepResponses, rollouts: Rollouts, step: int) -> None:
-        """Record the state that later steps need, and add to the step's metrics."""
+        """Record the state that later steps need, and add to the metrics of the step."""
         system, own, stats = self._system, collected.step_prompts, rollouts.stats
         responses = rollouts.trajectories
         repetition = remember(system, rollouts.prompts.keys, responses, step, self._late)
@@ -350,7 +351,7 @@ class PipelineRollouts:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from the result of `state`; it is empty if the run had another mode so far."""
+        """Restore the result of `state`, which is empty if the run used another mode so far."""
         if not state:
             return
         system, before = self._system, self._first - 1
@@ -373,21 +374,21 @@ class PipelineRollouts:
 
 
 class Pacing:
-    """The τ of a ranking group by the seconds of a worker's rounds, at the pace of the last step.
+    """The τ of a ranking group from the round seconds of workers, at the pace of the last step.
 
-    The tokens that a round gains per request, and the nodes it verifies for them, are the last
-    step's: HistoPipe's cooperation with HistoSpec (RhymeRL, figure 12).
+    The tokens that a round gains per request, and the nodes that it verifies for them, are taken
+    from the last step: HistoPipe's cooperation with HistoSpec (RhymeRL, figure 12).
     """
 
     def __init__(self, costs: Costs) -> None:
         self._costs, self._pace, self._prompt_tokens = costs, Pace(), 0.0
 
     def plans(self, prompts: Prompts) -> None:
-        """Note the prompts of the next step to plan."""
+        """Record the prompts of the next step to plan."""
         self._prompt_tokens = statistics.fmean(len(ids) for ids in prompts.tokens)
 
     def played(self, stats: EngineStats) -> None:
-        """Note the rounds of a step."""
+        """Record the rounds of a step."""
         self._pace = pace_of(stats)
 
     def tau(self) -> Tau:
@@ -397,7 +398,7 @@ class Pacing:
 
 
 def pace_of(stats: EngineStats) -> Pace:
-    """Return the mean nodes and tokens of a request's round; without rounds, a plain round's."""
+    """Return mean nodes and tokens per request in a round, or the plain pace without rounds."""
     requests, tokens, slots, nodes = 0, 0, 0, 0
     for record in stats.timeline:
         rounds = int(record.rounds_A.max(initial=0))
@@ -410,7 +411,7 @@ def pace_of(stats: EngineStats) -> Pace:
 def step_scheduler(
     workers: MultiEngine, *, num_steps: int, epoch_prompts: int, pacing: Pacing | None = None
 ) -> Scheduler:
-    """Return the scheduler of a run's steps: HistoPipe, or another policy step by step."""
+    """Return the scheduler of the steps: HistoPipe, or another policy step by step."""
     config = workers.config
     if config.policy == "histopipe":
         return HistoPipe(

@@ -1,4 +1,4 @@
-"""The position of a run between two steps."""
+"""The progress of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class RunPosition:
-    """The progress of a run: whole steps, response tokens, and prompts consumed of the data."""
+    """The whole steps, response tokens, and consumed prompts of a run so far."""
 
     step: int = 0
     num_tokens: int = 0

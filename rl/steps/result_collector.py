@@ -1,8 +1,8 @@
-"""A pipeline's step: its prompts, and its responses, received and scored as they finish.
+"""The prompts of a pipeline step, and its responses, received and scored as they finish.
 
 Groups are numbered over all steps. A group with a response that continues in the next step
-(HistoPipe) is held until it is whole, and belongs to the next step: rewards are compared within
-whole groups.
+(HistoPipe) is held until the group is whole, and then belongs to the next step: rewards are
+compared within whole groups.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from reprise.rl.workers.messages import Deferred, Result
 from reprise.spec.config import SamplingConfig
 
 Scored = tuple[Trajectory, Score, str]  # a response with its reward, and its text
-Held = Mapping[int, list[Scored]]  # the finished responses of groups that are not whole
+Held = Mapping[int, list[Scored]]  # finished responses of groups that are not whole
 
 
 @dataclasses.dataclass(eq=False)
@@ -47,14 +47,14 @@ class StepPrompts:
     passed_over: int = 0
 
     def add(self, begins: int, new: Prompts) -> None:
-        """Add another pass, whose prompts start at this position of the data order."""
+        """Add another pass, with prompts from the given position of the data order on."""
         self.prompts, self.phases = self.prompts + new, self.phases + 1
         self.passed_over += new.end - begins - len(new)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepResponses:
-    """The responses of a step so far; `scored` starts with those that the step before held."""
+    """The responses of a step so far; `scored` starts with responses held by the previous step."""
 
     step_prompts: StepPrompts
     group_size: int
@@ -63,7 +63,7 @@ class StepResponses:
     pools: list[PoolCounts] = dataclasses.field(default_factory=list)
 
     def add(self, found: Responses) -> EngineStats:
-        """Add responses to one of the passes; return the counts of the step so far."""
+        """Add the responses of a pass; return the counts of the step so far."""
         rows = zip(found.trajectories, found.scores, found.texts, strict=True)
         self.scored.extend(rows)
         self.events.extend(found.stats.events)
@@ -74,12 +74,12 @@ class StepResponses:
 
     @property
     def carried(self) -> list[int]:
-        """Return the groups of the step before that became whole in this one."""
+        """Return the groups of the previous step that became whole in this step."""
         groups = {t.group_id for t, _, _ in self.scored}
         return sorted(group for group in groups if group < self.step_prompts.first_group)
 
     def held(self) -> dict[int, list[Scored]]:
-        """Return the finished responses of the step's groups that continue in the next one."""
+        """Return the finished responses of groups that continue in the next step, by group."""
         first = self.step_prompts.first_group
         groups: dict[int, list[Scored]] = {
             first + g: [] for g in range(len(self.step_prompts.prompts))
@@ -95,14 +95,14 @@ class StepResponses:
         return [row for row in self.scored if row[0].group_id not in held]
 
     def informative(self) -> set[int]:
-        """Return the whole groups whose rewards are not all equal, failed ones left out."""
+        """Return the whole groups with rewards that are not all equal, ignoring failed rewards."""
         rows = self.whole()
         trajectories = [t for t, _, _ in rows]
         rewards = scored_rewards(trajectories, [score for _, score, _ in rows])
         return informative_groups(rewards, [t.group_id for t in trajectories])
 
     def num_to_ask(self, wanted: int) -> int:
-        """Return how many groups another pass generates; groups that continue are not missing."""
+        """Return the group count of another pass; continuing groups do not count as missing."""
         num_held = len(self.held())
         num_used = sum(group >= self.step_prompts.first_group for group in self.informative())
         return groups_to_ask(wanted - num_held, len(self.step_prompts.prompts) - num_held, num_used)
@@ -110,7 +110,7 @@ class StepResponses:
     def rollouts(
         self, before: StepPrompts | None, stats: EngineStats, cursor: int, *, dynamic: bool
     ) -> Rollouts:
-        """Return the step, earlier groups at the end; `dynamic` drops uninformative groups."""
+        """Return the step, with carried groups last; `dynamic` drops uninformative groups."""
         own, carried, first = self.step_prompts, self.carried, self.step_prompts.first_group
         prompts, num_own = own.prompts, len(own.prompts)
         place = {first + g: g for g in range(num_own)}
@@ -140,7 +140,7 @@ def _moved(t: Trajectory, group: int) -> Trajectory:
 
 
 class ResultCollector:
-    """Receives results in the driver's thread, also while an update runs.
+    """Receives results in the driver thread, even while an update runs.
 
     A deferred request is expected in the next step.
     """
@@ -156,16 +156,16 @@ class ResultCollector:
         self._error: BaseException | None = None
 
     def expect(self, step: int, requests: Iterable[Request]) -> None:
-        """Note requests of a step that are about to be submitted."""
+        """Record the requests of a step that will be submitted next."""
         with self._changed:
             ids = [r.request_id for r in requests]
             self._step_of.update(dict.fromkeys(ids, step))
             self._expected[step] += len(ids)
 
     def take(self, step: int, num_tokens: Callable[[], int]) -> list[Trajectory]:
-        """Wait for the responses of a step, except for deferred requests; return them.
+        """Wait for the responses of a step, except for deferred requests, and return them.
 
-        Raises Stopped, or a worker's error.
+        Raises Stopped, or the error of a worker.
         """
         while True:
             if self._system.is_stop_requested():
@@ -182,7 +182,7 @@ class ResultCollector:
     def _complete(self, step: int) -> list[Trajectory] | None:
         """Return the finished responses of a step; None if all wait for their siblings.
 
-        Responses that are scored together with a deferred one are expected in its step.
+        A response that is scored together with a deferred response moves to the next step too.
         """
         finished = self._finished[step]
         late = [t for t in finished if self._scorer.waits_for(t.group_id)]
@@ -195,7 +195,7 @@ class ResultCollector:
         return [t for t in finished if t.request_id not in moved]
 
     def enter(self, result: Result) -> None:
-        """Called by the driver."""
+        """Score and store a result; the driver calls this."""
         if isinstance(result, Trajectory):
             try:
                 check_finite(result)
@@ -243,7 +243,7 @@ def held_state(held: Held) -> dict[str, Any]:
 def load_held(
     state: Mapping[str, Any], sampling: Callable[[int], SamplingConfig | None]
 ) -> dict[int, list[Scored]]:
-    """Return the groups of `held_state`; `sampling` returns a group's, if it has one."""
+    """Return the groups of `held_state`; `sampling` returns the sampling of a group, or None."""
     held: dict[int, list[Scored]] = {group: [] for group in state["groups"]}
     for row in state["rows"]:
         score = Score(row["values"], row["total"], row["failure"])

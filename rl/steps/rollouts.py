@@ -4,9 +4,10 @@
     ahead   recall the prefetched tokens of s → answer step s with v(s − 1), these tokens as drafts
             plan step s + 1 → prefetched with v(s − 1) by idle workers, also during the update
 
-The responses are the same. `rl.steps.pipeline` answers a step with v(s − 2). Dynamic sampling drops
-groups whose rewards are all equal, and generates others in further passes of the step. Everything
-is a function of (configuration, data cursor, step, state), so checkpoints keep the cursor.
+Both modes return the same responses. `rl.steps.pipeline` answers a step with v(s − 2). Dynamic
+sampling drops groups with rewards that are all equal, and generates other groups in further passes
+of the step. Everything is a function of (configuration, data cursor, step, state), so checkpoints
+keep the cursor.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from reprise.spec.reuse.rollout_cache import RolloutCache
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prompts:
-    """Consecutive prompts of the data order: examples, their tokens, their numbers in the data.
+    """Consecutive prompts of the data order: examples, tokens, and numbers in the data.
 
-    `end` is the position after the last one; prompts that are too long were passed over.
+    `end` is the position after the last prompt; prompts that are too long were skipped.
     """
 
     examples: tuple[Example, ...] = ()
@@ -76,8 +77,8 @@ class Prompts:
 def prompts_at(system: System, cursor: int, count: int) -> Prompts:
     """Return the next `count` prompts from position `cursor` of the data order on.
 
-    Those of more than `Rollout.max_prompt_tokens` are passed over; only data too large to be
-    checked before the run has any. Raises UnreadableExample.
+    Prompts of more than `Rollout.max_prompt_tokens` are skipped; only data too large to be checked
+    before the run has such prompts. Raises UnreadableExample.
     """
     try:
         return _prompts_at(system, cursor, count)
@@ -108,8 +109,8 @@ def _prompts_at(system: System, cursor: int, count: int) -> Prompts:
 class Rollouts:
     """The scored responses of a step, in the order of the samples.
 
-    Group g answers `prompts.examples[g]`. `used_groups` are trained on: all of them without
-    dynamic sampling. `cursor` is the position of the data order after the step's prompts.
+    Group g answers `prompts.examples[g]`. `used_groups` are trained on: without dynamic sampling,
+    every group. `cursor` is the position in the data order after the prompts of the step.
     """
 
     trajectories: list[Trajectory]
@@ -123,25 +124,25 @@ class Rollouts:
 
     @property
     def used(self) -> np.ndarray:
-        """Return which trajectories are trained on; bool [n]."""
+        """Return a mask of the trajectories that are trained on; bool [n]."""
         return np.array([t.group_id in self.used_groups for t in self.trajectories], bool)
 
 
 class StepRollouts:
-    """Returns the responses of a step; with an `ahead` engine idle workers prefetch the next one.
+    """A source of step responses; with an `ahead` engine, idle workers prefetch the next step.
 
-    A checkpoint holds no prefetched tokens: a resumed run prefetches them again.
+    A checkpoint holds no prefetched tokens, so a resumed run prefetches them again.
     """
 
     def __init__(self, ahead: AheadEngine | None = None) -> None:
         self._ahead = ahead
-        self._planned = 0  # the data order's expected position at the prefetched step
-        self._num_dropped = 0  # requests prefetched in vain since the last step
+        self._planned = 0  # expected position in the data order at the prefetched step
+        self._num_dropped = 0  # prefetched requests dropped since the last step
 
     def __call__(
         self, system: System, params: Params, cursor: int, step: int, timings: Timings
     ) -> Rollouts:
-        """Return the responses of `step`, whose first prompt is at `cursor`."""
+        """Return the responses of `step`, which starts at `cursor` of the data order."""
         engine = self._ahead
         if engine is None:
             return generate(system, params, cursor, step, timings)
@@ -162,13 +163,13 @@ class StepRollouts:
         return rollouts
 
     def stale_params(self, state: TrainState, step: int) -> None:
-        """None: older weights answer no step."""
+        """Return None, since older weights answer no step."""
 
     def state(self) -> dict[str, Any]:
         return {}
 
     def _plan(self, engine: AheadEngine, system: System, cursor: int, step: int) -> None:
-        """Plan the step whose first prompt is at `cursor`; none follows the last step."""
+        """Plan the step that starts at `cursor`, unless the run has no such step."""
         self._planned = cursor
         if step <= system.config.run.steps:
             engine.plan(coming_step(system, cursor, step))
@@ -182,11 +183,12 @@ def generate(
     timings: Timings,
     prefetched: Prefetched | None = None,
 ) -> Rollouts:
-    """Return the responses of the step whose first prompt is at `cursor` of the data order.
+    """Return the responses of the step that starts at `cursor` of the data order.
 
-    With dynamic sampling further passes sample new prompts (`groups_to_ask`) until no group is
-    missing or `max_extra_phases` are done. Rewards decide before any length or KL penalty. Surplus
-    groups are trained on in this step: in the next one their policy would be an update old.
+    With dynamic sampling, further passes sample new prompts (`groups_to_ask`) until no group is
+    missing or `max_extra_phases` passes are done. The choice uses rewards before any length or KL
+    penalty. Surplus groups are trained on in this step: in the next step their policy would be an
+    update old.
     """
     wanted = system.config.rollout.prompts_per_step
     extra = system.config.algorithm.resolved.max_extra_phases
@@ -218,15 +220,16 @@ def generate(
 
 
 def _informative(passes: Sequence[Responses]) -> set[int]:
-    """Return the groups so far whose rewards are not all equal, failed ones left out."""
+    """Return the groups so far with rewards that are not all equal, ignoring failed rewards."""
     rewards = [r for p in passes for r in scored_rewards(p.trajectories, p.scores)]
     return informative_groups(rewards, [t.group_id for p in passes for t in p.trajectories])
 
 
 def groups_to_ask(wanted: int, generated: int, used: int) -> int:
-    """Return how many groups the next pass generates: missing / (share used so far), 0 if none.
+    """Return the group count of the next pass: missing / (share used so far), 0 if none is missing.
 
-    At most `wanted`, as in the first pass, which bounds a step to 1 + max_extra_phases times that.
+    The count is at most `wanted`, as in the first pass, which bounds a step to 1 + max_extra_phases
+    times `wanted`.
     """
     missing = max(0, wanted - used)
     return min(wanted, -(-missing * generated // max(used, 1)))
@@ -250,10 +253,10 @@ def _sample(
     timings: Timings,
     prefetched: Prefetched | None,
 ) -> Responses:
-    """Return the responses of `weights` to `new`; each is sent to be scored as it ends.
+    """Return the responses of `weights` to `new`; each response is scored once it finishes.
 
-    `before` are the prompts of the step's earlier passes: groups and noise are numbered as if all
-    were one pass.
+    `before` are the prompts of earlier passes of the step: groups and noise are numbered as if all
+    passes were one pass.
     """
     config = system.config
     first = len(before)
@@ -286,7 +289,7 @@ def _sample(
             done, stats = run(system.engine, spec, requests, scorer, watch, name)
         for listener in system.listeners:
             listener.after_rollout(system.engine, weights, timings)
-        with timings.section("reward"):  # the rest of it after the last response
+        with timings.section("reward"):  # the remaining scoring after the last response
             return scorer.responses(done, stats)
 
     result = system.partition.exchange(name, every, answer, system.is_stop_requested)
@@ -324,7 +327,7 @@ def spec_of(
 def requests_of(
     system: System, new: Prompts, step: int, before: Sequence[str] = ()
 ) -> list[Request]:
-    """Return the requests of a step to new prompts; `before` are the keys of its earlier passes.
+    """Return the requests of a step for new prompts; `before` has the keys of earlier passes.
 
     First samples come first, so that siblings that start later have text to draft from.
     """
@@ -341,7 +344,7 @@ def requests_of(
 
 
 def own_drafts(requests: Sequence[Request]) -> dict[int, np.ndarray]:
-    """Return the text that each request drafts from: prefetched, or last epoch's response."""
+    """Return the tokens that each request drafts from: prefetched, or the cached response."""
     last = {r.request_id: r.cached.tokens for r in requests if r.cached is not None}
     return last | {r.request_id: np.array(r.begun, np.int32) for r in requests if r.begun}
 
@@ -354,9 +357,9 @@ def run(
     on_round: OnRound | None,
     what: str,
 ) -> tuple[list[Trajectory], EngineStats]:
-    """Return the responses to a process's requests, which may be none, and the engine's counts.
+    """Return the responses to the requests of a process, if any, and the counts of the engine.
 
-    `what` names the rollout in an error.
+    `what` names the rollout in errors.
     """
     if not requests:
         return [], EngineStats()
@@ -373,16 +376,16 @@ def remember(
     step: int,
     cache: RolloutCache,
 ) -> dict[str, float]:
-    """Keep a step's responses for the next epoch in `cache`, if anything needs them."""
+    """Store the responses of a step in `cache` for the next epoch, if anything needs them."""
     if not system.speculation.keeps_history and not system.reuse.mode.repeats:
         return {}
     return system.reuse.remember(keys, trajectories, step, cache)
 
 
 def prepare(system: System, coming: int | None, first_group: int = 0) -> dict[str, float]:
-    """Start to index the history of a step to come; return metrics of history and budgets.
+    """Start to index the history of a coming step; return metrics of history and budgets.
 
-    Its first prompt is at `coming` of the data order, and its first group is `first_group`.
+    The step starts at `coming` of the data order, and its first group is `first_group`.
     """
     speculation = system.speculation
     metrics = speculation.history_metrics() | speculation.bandit_metrics()
@@ -397,14 +400,14 @@ def prepare(system: System, coming: int | None, first_group: int = 0) -> dict[st
 
 
 def left_out(system: System, prompts: int) -> dict[str, float]:
-    """Return the metric of the prompts that a step passed over, if any may be."""
+    """Return the metric of the prompts that a step skipped, if steps may skip prompts."""
     return {"rollout/left_out_prompts": float(prompts)} if system.inputs.left_out is None else {}
 
 
 def coming_step(system: System, cursor: int, step: int) -> ComingStep:
-    """Return the step whose first prompt is at `cursor`, as this process may prefetch it.
+    """Return the step that starts at `cursor`, as this process may prefetch it.
 
-    Its drafts are the step's without the prompts' history, which is not indexed yet.
+    Its drafts leave out the history of the prompts, which is not indexed yet.
     """
     config, answers = system.config, system.partition.answers
     system.speculation.settle()  # the cache has one reader at a time
@@ -424,7 +427,7 @@ def coming_step(system: System, cursor: int, step: int) -> ComingStep:
 
 
 def _past_lengths(system: System, keys: Sequence[str]) -> dict[int, tuple[int, ...]]:
-    """Return the lengths of last epoch's responses, by group, of the prompts that have any."""
+    """Return the lengths of last epoch's responses by group, for prompts with such responses."""
     cached = {group: system.cache.get(key) for group, key in enumerate(keys)}
     return {
         group: tuple(len(r.tokens) for r in result.responses)
@@ -436,7 +439,7 @@ def _past_lengths(system: System, keys: Sequence[str]) -> dict[int, tuple[int, .
 def prefetch_metrics(
     prefetched: Prefetched, trajectories: Sequence[Trajectory], dropped: int = 0
 ) -> dict[str, float]:
-    """Return how many prefetched tokens the responses start with, up to the first difference."""
+    """Return metrics of prefetched tokens, which are kept up to the first difference."""
     drawn = {t.request_id: t.response_ids for t in trajectories}
     used = {i: tokens for i, tokens in prefetched.tokens.items() if i in drawn}
     agreed = {i: agreeing(np.array(tokens), drawn[i]) for i, tokens in used.items()}
@@ -454,7 +457,7 @@ def prefetch_metrics(
 
 
 def agreeing(prefetched: np.ndarray, drawn: np.ndarray) -> int:
-    """Return how many tokens are the same, up to the first difference."""
+    """Return the number of equal tokens before the first difference."""
     n = min(len(prefetched), len(drawn))
     (differ,) = np.nonzero(prefetched[:n] != drawn[:n])
     return int(differ[0]) if len(differ) else n

@@ -1,4 +1,4 @@
-"""One step: generate, score, compare, update; and its record for the run folder."""
+"""A training step (generate, score, compare, update) and its record for the run folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from reprise.rl.warm_up.step_seconds import at_its_pace
 class StepRecord:
     """One step as the run folder records it: a row of metrics, and its samples.
 
-    `missing`: why its rewards taught nothing; None if they did.
+    `missing` says why the rewards of the step taught nothing; None if they taught something.
     """
 
     metrics: dict[str, Any]
@@ -46,9 +46,9 @@ def train_step(
     timings: Timings,
     rollouts_of: Callable[..., Rollouts] = generate,
 ) -> tuple[TrainState, RunPosition, StepRecord]:
-    """One step: generate, score, compare, update.
+    """Run one step: generate, score, compare, update.
 
-    Returns the new state (the old one is donated), the position after the step, and its record.
+    Returns the new state (the old state is donated), the position after the step, and its record.
     """
     step = position.step + 1
     rollouts = rollouts_of(system, state.params, position.cursor, step, timings)
@@ -79,7 +79,7 @@ def train_step(
 def _record(system: System, rollouts: Rollouts, advantages: np.ndarray, step: int) -> StepRecord:
     stats, times = rollouts.stats, system.speculation.times_now
     if not system.config.speculation.enabled:
-        times = None  # a price of reuse alone
+        times = None  # without speculation, the table would only price reuse
     if times is not None:
         times = at_its_pace(stats.timeline, times)
     names = {spec: name for name, spec in task_names(system.config.task)}
@@ -100,7 +100,7 @@ def _record(system: System, rollouts: Rollouts, advantages: np.ndarray, step: in
 def punish_length(
     config: TrainConfig, trajectories: Sequence[Trajectory]
 ) -> tuple[list[Trajectory], dict[str, float]]:
-    """Return trajectories with the length penalty in their rewards, if any, and its mean."""
+    """Return trajectories with any length penalty in their rewards, and its mean as a metric."""
     limits = [(t.sampling or config.sampling).max_new_tokens for t in trajectories]
     buffers = [config.algorithm.overlong_tokens(limit) for limit in limits]
     if not any(buffers):
@@ -116,10 +116,10 @@ def punish_length(
 def _subtract_kl(
     system: System, trajectories: Sequence[Trajectory]
 ) -> tuple[list[Trajectory], dict[str, float]]:
-    """Return trajectories with the KL penalty in their rewards, if any, and metrics of the KL.
+    """Return trajectories with any KL penalty in their rewards, and metrics of the KL.
 
-    R_i = r_i − β · Σ_t (log π(y_t) − log π_ref(y_t)), π as the engine drew y. A critic subtracts it
-    token by token (`rl.learner.critic`).
+    R_i = r_i − β · Σ_t (log π(y_t) − log π_ref(y_t)), with π as the engine drew y. A critic
+    subtracts the penalty token by token (`rl.learner.critic`).
     """
     algorithm = system.config.algorithm
     if not algorithm.kl_in_reward or algorithm.resolved.needs_critic:
@@ -142,7 +142,7 @@ def _advantages(
 ) -> tuple[np.ndarray, dict[str, float]]:
     """Return advantages, 0 for responses that are not trained on, and statistics of the rewards.
 
-    Advantages have the penalties of `trajectories`, statistics the rewards as scored.
+    Advantages include the penalties in `trajectories`; statistics use the rewards as scored.
     """
     algorithm, group_ids = config.algorithm.resolved, [t.group_id for t in trajectories]
     advantages = response_advantages(
@@ -156,7 +156,7 @@ def _advantages(
 
 
 def speed_metrics(row: dict[str, Any], seconds: dict[str, float]) -> dict[str, float]:
-    """Return metrics of the clock, which `metrics.writer.deterministic_view` knows by name."""
+    """Return timing metrics, which `metrics.writer.deterministic_view` recognizes by name."""
     total = sum(seconds.values())
     tokens = row.get("completions/mean_length", 0.0) * row["completions/count"]
     speed = {"step_time": total, "perf/throughput": tokens / total}

@@ -1,8 +1,8 @@
 """Compile the programs of rollouts before the first step; later steps compile nothing.
 
-Each program is lowered on the shapes of the engine's arrays, all are compiled in threads, then each
-runs once on slots at rest, which proves that calls find the compiled one. With one engine the
-programs of longer responses follow the first step (`LongerBuckets`).
+Each program is lowered on the shapes of engine arrays, compiled in a thread, then run once on idle
+slots, which proves that calls find the compiled program. With one engine, the programs of longer
+responses follow after the first step (`LongerBuckets`).
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def warm_up(
 ) -> int:
     """Compile the programs that rollouts can reach; return their number.
 
-    `others` are lowered steps of training, compiled meanwhile. `on_compiled` is called with the
-    number compiled. Raises TooManyMappings if Linux allows too few for a process.
+    `others` are lowered training steps, compiled concurrently. `on_compiled` is called with the
+    number of compiled programs. Raises TooManyMappings if Linux allows a process too few memory
+    mappings.
     """
     programs = Pool(engine, params, sampling, reach).programs()
     compile_programs(engine, programs, on_compiled, others)
@@ -65,23 +66,23 @@ def compile_programs(
     on_compiled: OnCompiled = unwatched,
     others: Sequence[Any] = (),
 ) -> None:
-    """Compile `programs`, and `others` as `warm_up` does; nothing runs."""
+    """Compile `programs` and `others` as in `warm_up`, without running them."""
     with engine.mesh_context():
         steps = itertools.chain(others, (lowered(engine, program) for program in programs))
         compile_all(steps, len(others) + len(programs), on_compiled)
 
 
 def lowered(engine: Engine, program: Program) -> Any:
-    """Return the program lowered on shapes, under the engine's mesh or device."""
+    """Return the program lowered on shapes, under the mesh or device of the engine."""
     with engine.shapes_only():
         args, kwargs = program.arguments()
         return program.step.lower(*args, **kwargs)
 
 
 def run_once(engine: Engine, programs: Sequence[Program]) -> None:
-    """Run each compiled program on slots at rest."""
+    """Run each compiled program on idle slots."""
 
-    def run(program: Program) -> None:  # its arguments are gone before the next one's are made
+    def run(program: Program) -> None:  # frees the arguments of a program before the next
         args, kwargs = program.arguments()
         jax.block_until_ready(program.step(*args, **kwargs))
 
@@ -100,24 +101,25 @@ def prepare(
 
 
 def num_whole_model(engine: Engine, sampling: SamplingConfig, reach: Reach) -> int:
-    """Return how many of the programs run the whole policy: those that take long to compile."""
-    weights: Any = None  # no argument of a program is made
+    """Return how many programs run the whole policy, and thus take long to compile."""
+    weights: Any = None  # no program arguments are made
     pool = Pool(engine, weights, sampling, reach)
     return sum(program.step in WHOLE_MODEL for program in (*pool.plain(), *pool.trees()))
 
 
 class LongerBuckets:
-    """The warm-up of one engine whose longer buckets of positions wait for the first step.
+    """The warm-up of one engine that compiles longer buckets of positions after the first step.
 
-    They are compiled after its rewards are shown, or earlier once a response grows into one.
-    `on_compiled` is called meanwhile, and may raise. Between the two parts only shapes of the
-    weights are kept: training may donate them.
+    Longer buckets are compiled after the rewards of the first step are shown, or earlier once a
+    response grows into such a bucket. `on_compiled` is called during compilation, and may raise.
+    Between the two parts only shapes of the weights are kept, since training may donate the
+    weights.
     """
 
     def __init__(self, pool: Pool, watch: Watch, on_compiled: OnCompiled = unwatched) -> None:
         sizes = [pool.engine.round_positions(B) for B in pool.slots]
         prompt = pool.reach.max_prompt_tokens
-        # the positions that rollouts start with, whatever the number of their slots
+        # the positions that rollouts start with, for any number of slots
         self.max_positions = limit = max(
             next((s for s in some if s > prompt), some[-1]) for some in sizes
         )
@@ -129,7 +131,7 @@ class LongerBuckets:
         self._compiled = False
 
     def warm_up(self, on_compiled: OnCompiled = unwatched, others: Sequence[Any] = ()) -> None:
-        """Compile and run programs of up to `max_positions`, as `warm_up` of the module."""
+        """Compile and run programs of up to `max_positions`, like the function `warm_up`."""
         pool = self._pool
         compile_programs(pool.engine, self._first, on_compiled, others)
         run_once(pool.engine, self._first)
@@ -155,9 +157,9 @@ class LongerBuckets:
         speculation: SpeculationConfig = round_times.TEXT_DRAFTS,
         processes: Processes = ALONE,
     ) -> None:
-        """Compile the rest and run it once; measure its rounds for `times`, unless it is None.
+        """Compile and run the longer buckets; measure their rounds for `times`, unless it is None.
 
-        The table goes to `path`, as in `rl.warm_up.round_times.load_or_measure`.
+        The table is written to `path`, as in `rl.warm_up.round_times.load_or_measure`.
         """
         if self.done:
             return
@@ -183,7 +185,7 @@ class LongerBuckets:
 
 
 def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """Return the array's shape, which a step can be lowered on."""
+    """Return the shape of an array, for lowering a step."""
     sharding = x.sharding if x.committed else None
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
@@ -198,15 +200,15 @@ def compile_host_kernels(
     tuner: TunerConfig | None = None,
     apart: Mapping[str, DrafterSource] | None = None,
 ) -> None:
-    """Compile the host's kernels by short rollouts of made-up prompts, after `warm_up`.
+    """Compile the kernels of the host in two short rollouts of made-up prompts, after `warm_up`.
 
-    One verifies draft tokens, the other has the budget of `config`.
+    The first rollout verifies draft tokens, the second has the budget of `config`.
     """
     prompt, tokens = (0, 1), np.arange(8, dtype=np.int32) % 2
     cached = tuple(CachedResponse(i, tokens, 0.0, None) for i in range(2))
     cache = RolloutCache()
     cache.replace("rehearsal", CachedGroup(np.asarray(prompt, np.int32), cached))
-    # none ends early, with as many end tokens as there are: they make a shape
+    # end tokens that are never drawn; their number stays, since it sets a shape
     num_ends = len({*engine.model.eos_token_ids, *sampling.stop_ids})
     no_stop = tuple(range(-1 - num_ends, -1))
     limit = min(REHEARSED_TOKENS, sampling.max_new_tokens)

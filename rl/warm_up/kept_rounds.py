@@ -1,4 +1,4 @@
-"""Tables of round seconds that runs share, in the folder of the user's compiled programs.
+"""Tables of round seconds that runs share, in the user folder of compiled programs.
 
 A file is plain JSON, named by a digest of the settings, the machine and the code; nothing in it is
 executed.
@@ -26,7 +26,7 @@ LIBRARIES = "jax", "jaxlib", "numba", "numpy"
 
 
 def folder() -> Path | None:
-    """Return the folder of the compiled programs; None if they are not kept in one of this host."""
+    """Return the folder of compiled programs; None if programs are not kept on this host."""
     path = jax.config.jax_compilation_cache_dir
     if not path or "://" in path or not jax.config.jax_enable_compilation_cache:
         return None
@@ -36,9 +36,9 @@ def folder() -> Path | None:
 def read(
     where: Path, settings: Mapping[str, Any], say: Callable[[str], object]
 ) -> RoundTimes | None:
-    """Return the table for these settings, this machine and this code; None without one.
+    """Return the table for these settings, this machine and this code; None if not found.
 
-    `say` is called for a file that is something else, which is ignored.
+    A file with other content is reported to `say` and ignored.
     """
     settings = {**settings, **_machine()}
     name = _name(settings)
@@ -63,7 +63,7 @@ def read(
 def write(
     where: Path, times: RoundTimes, settings: Mapping[str, Any], say: Callable[[str], object]
 ) -> None:
-    """Keep a table for other runs, in place of an older one at once."""
+    """Keep a table for other runs; replace an older table atomically."""
     settings = {**settings, **_machine()}
     content = {"settings": settings, "rows": times.rows()}
     name, temporary = _name(settings), f".{uuid.uuid4().hex}.tmp"  # another run may write as well
@@ -82,7 +82,7 @@ def _name(settings: Mapping[str, Any]) -> str:
 
 
 def _machine() -> dict[str, Any]:
-    """Return what seconds depend on besides a run's settings."""
+    """Return the properties of machine and code that seconds depend on."""
     return {
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
         "flags": os.environ.get("XLA_FLAGS", ""),

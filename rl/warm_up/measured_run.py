@@ -21,26 +21,26 @@ if TYPE_CHECKING:
 
 
 def rounds_of_first(times: RoundTimes | None, processes: Processes) -> RoundTimes | None:
-    """Return process 0's table for all processes of a mesh; None if it has none."""
+    """Return the table of process 0 in all processes of a mesh; None if process 0 has no table."""
     own = json.dumps(None if times is None else times.rows()).encode
     rows = json.loads(processes.from_first("seconds of rounds", own))
     return None if rows is None else RoundTimes.from_rows(rows)
 
 
 def moves_of_first(times: MoveTimes, processes: Processes) -> MoveTimes:
-    """Return process 0's times."""
+    """Return the times of process 0 in all processes."""
     own = json.dumps(_rows(times)).encode
     return _moves(json.loads(processes.from_first("seconds of moves", own)))
 
 
 @dataclasses.dataclass(frozen=True)
 class MoveTimes:
-    """Seconds of (a copy, a pass) by the most tokens that they are for."""
+    """Seconds of (a copy, a pass) by the maximum number of tokens that they apply to."""
 
     seconds: Mapping[int, tuple[float, float]]
 
     def prefers_copy(self, tokens: int) -> bool:
-        """Return True if copying this many tokens from the host is faster than recomputing them."""
+        """Return whether copying `tokens` tokens from the host is faster than recomputing them."""
         size = min((n for n in self.seconds if n >= tokens), default=max(self.seconds))
         copy_s, pass_s = self.seconds[size]
         return copy_s < pass_s
@@ -54,7 +54,7 @@ def write_rounds(path: Path, times: RoundTimes, made_for: Mapping[str, Any]) -> 
 
 
 def read_rounds(path: Path, made_for: Mapping[str, Any] | None = None) -> RoundTimes | None:
-    """Return the table in the file, or None; raise ValueError for a damaged file."""
+    """Return the table if the file exists and fits, or None. Raises ValueError if it is damaged."""
     content = _read(path)
     if content is None:
         return None
@@ -80,7 +80,7 @@ def _moves(rows: Any) -> MoveTimes:
 
 
 def read_moves(path: Path) -> MoveTimes | None:
-    """Return the times in the file, or None; raise ValueError for a damaged file."""
+    """Return the times if the file exists, or None. Raises ValueError for a damaged file."""
     rows = _read(path)
     if rows is None:
         return None
@@ -108,7 +108,7 @@ def _damaged(path: Path, error: Exception) -> ValueError:
 
 
 def read_profile(folder: Path) -> MeasuredCosts:
-    """Return rounds and moves of a run's worker; raise ValueError for missing or damaged files."""
+    """Return rounds and moves of a worker. Raises ValueError for missing or damaged files."""
 
     def expected(name: str, setting: str) -> ValueError:
         path = folder / name

@@ -38,7 +38,7 @@ from reprise.spec.verify import (
 NodeSizes = Callable[[int], Collection[int]]  # of trees, by slots
 Decisions = Callable[[int], Collection[DraftDecision]]  # by slots
 Arguments = tuple[tuple, dict[str, Any]]
-# Steps that run the whole policy, those that compile longest first.
+# Steps that run the whole policy, in descending order of compile time.
 WHOLE_MODEL = (
     draft_rounds,
     verify_round,
@@ -51,9 +51,9 @@ WHOLE_MODEL = (
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A jitted step with a maker of its arguments (fresh ones: many are donated).
+    """A jitted step with a maker of its arguments, made for each call since many are donated.
 
-    `num_positions` are the positions of the cache that it makes or works on; 0 without one.
+    `num_positions` are the positions of the cache that the step makes or uses; 0 without a cache.
     """
 
     step: Any
@@ -63,12 +63,12 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Reach:
-    """Bounds of the rollouts to come: their requests, their longest prompt, and their features.
+    """Bounds of the rollouts to compile for: number of requests, longest prompt, and features.
 
     Rounds with draft tokens are compiled only for `speculative` rollouts or `reuse` of cached
     responses; programs that move requests between workers only with `moves`. `nodes` returns the
-    numbers of nodes that rounds of a number of slots can have; None allows all. `alone` has the
-    decisions for rounds with only that drafter, on the device.
+    node counts that rounds can have for a number of slots; None allows every count. `alone` has,
+    by drafter, the decisions for rounds with only that drafter, on the device.
     """
 
     max_requests: int
@@ -94,7 +94,7 @@ def round_buckets(
 
 
 def _slot_sizes(engine: Engine, max_requests: int) -> list[int]:
-    """The buckets of slots that a rollout of up to `max_requests` passes through, largest first."""
+    """Return the buckets of slots that a rollout of `max_requests` can reach, largest first."""
     sizes = [engine.config.slot_bucket(max_requests)]
     while sizes[-1] > engine.config.slot_bucket(1):
         sizes.append(engine.config.slot_bucket(-(-sizes[-1] // 2)))
@@ -102,7 +102,7 @@ def _slot_sizes(engine: Engine, max_requests: int) -> list[int]:
 
 
 class Pool:
-    """The programs of rollouts, by their use."""
+    """The programs of rollouts, by use."""
 
     def __init__(
         self, engine: Engine, params: transformer.Params, sampling: SamplingConfig, reach: Reach
@@ -112,16 +112,16 @@ class Pool:
         engine.expect(reach.max_requests, reach.max_prompt_tokens + sampling.max_any_new_tokens)
         self.buckets = [(B, S) for B in self.slots for S in engine.round_positions(B)]
         self.positions = sorted({S for _, S in self.buckets})
-        # prompts come while rows move, else before the batch shrinks
+        # with moves, prompts can come at any batch size, else only before the batch shrinks
         self.first_slots = self.slots if reach.moves else self.slots[:1]
         engine.first_slots.update(self.first_slots)
-        # the arrays of a cache that programs differ for
+        # kinds of cache arrays that need separate programs
         self.kinds = [("keys", kv_cache.KEYS), ("values", kv_cache.VALUES)]
         if engine.feature_layers is not None:
             self.kinds.append(("features", kv_cache.FEATURES))
 
     def programs(self) -> list[Program]:
-        """Return the programs of rollouts: small ones last, to fill the rest of the time."""
+        """Return the programs of rollouts; small programs are last, to fill the remaining time."""
         with self.engine.mesh_context():
             programs = [*self.plain(), *self._drafts()]
             if self.engine.is_paged:
@@ -157,7 +157,7 @@ class Pool:
             for T in beside if reuse else ():
                 yield Program(chunks_beside_roots, partial(self._chunks_beside, B, S, T), S)
             if self.reach.speculative or reuse:
-                # a rule also decides on tokens if there is no draft token
+                # a rule also decides on tokens in rounds without draft tokens
                 beside = engine.config.sizes_beside_prompts(B)
                 for M in (B, *beside) if reuse else beside:
                     yield Program(verify_round, partial(self._verify, B, M, S, chunks=True), S)
@@ -172,12 +172,12 @@ class Pool:
                     yield Program(verify_round, partial(self._verify, B, M, S), S)
 
     def plain_round(self, B: int) -> Program:
-        """Return rounds without draft tokens of so many slots, the longest."""
+        """Return rounds of `B` slots without draft tokens, with the most positions."""
         S = self.engine.round_positions(B)[-1]
         return Program(decode_rounds, partial(self.decode_arguments, B, S), S)
 
     def verifying_round(self, B: int, M: int) -> Program:
-        """Return the round of so many slots and nodes, the longest."""
+        """Return the round of `B` slots and `M` nodes, with the most positions."""
         S = self.engine.round_positions(B)[-1]
         return Program(verify_round, partial(self._verify, B, M, S), S)
 
@@ -198,7 +198,7 @@ class Pool:
         return (slots, *arguments, self.engine.argument(np.zeros(B, bool))), none
 
     def at_rest(self, B: int) -> tuple[Any, Any, Any]:
-        """Return pending entries, slots and end tokens of rounds, for slots at rest."""
+        """Return pending entries, slots and end tokens of rounds, for idle slots."""
         engine = self.engine
         stop_E = engine.put(padded_ids((*engine.model.eos_token_ids, *self.sampling.stop_ids)))
         slots = engine.made(cache_ops.make_slots, *self._make_slots(B)[0])
@@ -212,12 +212,12 @@ class Pool:
         return self.engine.argument(self.engine.no_chunks(T, C))
 
     def decode_arguments(self, B: int, S: int) -> Arguments:
-        """Return the arguments of `decode_rounds` for slots at rest."""
+        """Return the arguments of `decode_rounds` for idle slots."""
         options = self.engine.decode_options(self.sampling.scheme)
         return (*self._at_rest(B, S), np.int32(1), np.int32(1)), options
 
     def prompt_arguments(self, B: int, S: int) -> Arguments:
-        """Return the arguments of `decode_beside_chunks` for slots at rest."""
+        """Return the arguments of `decode_beside_chunks` for idle slots."""
         chunks_TX = self._no_chunks(self.engine.config.prefill_rows)
         return (*self._at_rest(B, S), chunks_TX), self.engine.prompt_options(self.sampling.scheme)
 
@@ -254,7 +254,7 @@ class Pool:
     # -- drafters on the device ----------------------------------------------------------
 
     def _drafts(self) -> Iterator[Program]:
-        """Yield the programs of drafters, and the rounds with one drafter alone."""
+        """Yield the programs of drafters, and the rounds with a single drafter."""
         spec = RolloutSpec(self.params, self.sampling, self._key())
         context = self.engine.drafter_context(spec)
         drafters = {name: x.drafter_for(context) for name, x in self.reach.drafters.items()}
@@ -281,7 +281,7 @@ class Pool:
     # -- a cache of pages ----------------------------------------------------------------
 
     def _of_pages(self) -> Iterator[Program]:
-        """Yield copies of pages, also to the host and back."""
+        """Yield programs that copy pages, also to and from the host."""
         engine, T = self.engine, self.engine.config.page_tokens
         [B, S], some = self.buckets[0], cache_ops.PAGES_AT_ONCE
 
@@ -316,7 +316,7 @@ class Pool:
 
                 yield Program(cache_ops.gathered, arrays)
         if engine.feature_layers is not None:
-            count = max(1, cache_ops.STATE_COPY_TOKENS // T)  # of the pages of a copy
+            count = max(1, cache_ops.STATE_COPY_TOKENS // T)  # pages of one copy
             states = cache_ops.states_of_pages
             yield Program(states, lambda: ((pages().features[0], numbers(count)), {}))
             if engine.spans_processes:
@@ -325,7 +325,7 @@ class Pool:
     # -- a cache of rows -----------------------------------------------------------------
 
     def _of_rows(self) -> Iterator[Program]:
-        """Yield copies of rows, also to the host and back, and changes of the bucket."""
+        """Yield programs that copy rows, also to and from the host, or change the bucket."""
         engine, moves, P = self.engine, self.reach.moves, self.engine.config.prefill_rows
         states = [min(cache_ops.STATE_COPY_TOKENS, S) for S in self.positions]
         states = [] if engine.feature_layers is None else sorted({*states})
@@ -348,7 +348,7 @@ class Pool:
                 yield Program(cache_ops.gathered, partial(self._states, C))
 
     def _changes(self, B: int, S: int) -> Iterator[tuple[int, int]]:
-        """Yield the next buckets; with moves, also for leaving rows and a growing batch."""
+        """Yield the next buckets; with moves, also buckets for leaving rows and a growing batch."""
         sizes, bucket = self.engine.position_sizes, self.engine.config.slot_bucket
         yield from [(B, larger) for larger in sizes(B) if larger > S][:1]
         half, more = bucket(-(-B // 2)), bucket(B + 1)
@@ -371,7 +371,7 @@ class Pool:
     def _resize(
         self, B: int, S: int, new_B: int, new_S: int, name: str, kind: kv_cache.Kind
     ) -> Program:
-        """One array of a cache changes its rows and positions."""
+        """Return the program that changes the rows and positions of one cache array."""
 
         def arguments() -> Arguments:
             index = self.engine.put(np.zeros(new_B, np.int32))

@@ -1,8 +1,8 @@
-"""The seconds of a round by bucket, for budgets: of whole fetches, by the engine's own path.
+"""The seconds of a round by bucket, for budgets, measured in whole fetches of an engine.
 
-A run has its table in its folder, so that it decides as before when it is resumed; delete the file
-to measure again. Tables of a quiet machine are also kept with the compiled programs, for other runs
-of the same device, policy shape, settings, versions and code.
+The table of a run is in its folder, so that a resumed run decides as before; delete the file to
+measure again. Tables from a quiet machine are also kept with the compiled programs, for other runs
+with the same device, policy shape, settings, versions and code.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from reprise.spec.sampling import step_key
 
 FETCHES = 4  # of a rollout that times the host
 TEXT_DRAFTS = SpeculationConfig(sources=("history", "group", "own"))
-BUSY = 0.5  # spread of tries, by their median: a table of a machine that is this busy is not kept
+BUSY = 0.5  # relative spread of tries; tables from a machine that is this busy are not kept
 
 
 def load_or_measure(
@@ -55,13 +55,13 @@ def load_or_measure(
     shared_folder: Path | None = None,
     say: Callable[[str], object] = warnings.warn,
 ) -> RoundTimes:
-    """Return the table in `path` if it was made for this device and these shapes, else a new one.
+    """Return the table in `path` if made for this device and these shapes, else measure a table.
 
-    The table of an earlier run in `shared_folder` is as good as a new one, which goes there.
-    Call it after the warm-up, in all `processes` of a mesh: they get process 0's table. Buckets of
-    more than `max_positions` count as the longest measured one until `complete`. Other workers
-    decode meanwhile. Raises ValueError for a damaged file in `path`; one in `shared_folder` is
-    passed to `say`.
+    The table of an earlier run in `shared_folder` replaces a measurement; a new table is also
+    written there. Call this after the warm-up, in all `processes` of a mesh, which all return the
+    table of process 0. Buckets of more than `max_positions` count as the longest measured bucket
+    until `complete`. Other workers decode during the measurement. Raises ValueError for a damaged
+    file in `path`; a damaged file in `shared_folder` is reported to `say`.
     """
     buckets = list(round_buckets(engine, sampling, reach))
     valid_for = _valid_for(engine, sampling, buckets, reach, 1 + len(beside), speculation)
@@ -97,7 +97,7 @@ def _table_in(
     shared_folder: Path | None = None,
     say: Callable[[str], object] = warnings.warn,
 ) -> RoundTimes | None:
-    """The table that process 0 finds in its file, or in a folder of other runs'."""
+    """Return the table that process 0 finds in its file or in `shared_folder`, or None."""
     own = None
     if processes.is_first:
         own = None if path is None else read_rounds(path, valid_for)
@@ -164,15 +164,15 @@ def measure(
     draws: bool = False,
     processes: Processes = ALONE,
 ) -> tuple[RoundTimes, float]:
-    """Return the least seconds of a round of each (slots, nodes, positions), and their spread.
+    """Return the minimum seconds of a round of each (slots, nodes, positions), and their spread.
 
-    They are of whole fetches: admission, drafters and budget as in `speculation`, the device,
-    committing. All slots are busy, and half of the positions live, then an eighth. Plain rounds are
-    several to a fetch, as the engine runs them. Drafts of `drafters` on the device are timed apart,
-    at one token and at full depth; with `draws`, passes that draw in chunks, and the host in a
-    fetch, at the slots that rollouts start with. Kinds of fetches take turns, so that a slow
-    machine slows all of them alike. More nodes never take less time. The spread is the median of
-    (most − least) / median of a kind's tries.
+    The seconds are from whole fetches: admission, drafters and budget as in `speculation`, the
+    device, committing. All slots are busy, with half of the positions live, then an eighth. A fetch
+    has several plain rounds, as in the engine. Drafts of `drafters` on the device are timed
+    separately, at one token and at full depth; with `draws`, also passes that draw in chunks and
+    the host in a fetch, at the slots that rollouts start with. Kinds of fetches alternate, so that
+    a slow machine slows all kinds equally. More nodes never take less time. The spread is the
+    median over kinds of (max − min) / median of the tries.
     """
     spec = RolloutSpec(params, sampling, step_key(0, 0))
     nodes_of: dict[tuple[int, int], list[int]] = {}
@@ -228,7 +228,7 @@ def _spread(tries: Sequence[float]) -> float:
 def _decoding(
     engines: Sequence[Engine], spec: RolloutSpec, num_slots: int, num_positions: int
 ) -> Iterator[None]:
-    """Have these engines decode plainly, each in a thread, until the body is done."""
+    """Have these engines decode plainly, each in a thread, until the body exits."""
     over = threading.Event()
 
     def decode(engine: Engine) -> None:
@@ -248,13 +248,13 @@ def _decoding(
 
 
 def _passes(engine: Engine, num_slots: int) -> list[Pass]:
-    """Return the passes of chunks that draw, alone and with a round."""
+    """Return the passes of chunks that draw, separately and with a round."""
     alone = [Pass(T, is_beside=False) for T in engine.drawing_chunks(num_slots)]
     return [*alone, *(Pass(T, is_beside=True) for T in engine.beside_chunks)]
 
 
 def _fetch_seconds(engine: Engine, spec: RolloutSpec, num_slots: int, num_positions: int) -> float:
-    """Return the host's least seconds in a fetch of a plain rollout in all slots."""
+    """Return the minimum host seconds of a fetch, in a plain rollout in all slots."""
     max_tokens = min(num_positions, engine.longest_tokens or num_positions)
     limit = max(1, min(FETCHES * engine.config.rounds_per_fetch, max_tokens - 1))
     requests = [Request(b, (0,), b, 0, max_new_tokens=limit) for b in range(num_slots)]

@@ -1,4 +1,4 @@
-"""The record of each step's seconds, `step_seconds.jsonl`: from it a resumed run decides as before.
+"""The record of seconds by step, `step_seconds.jsonl`, so that a resumed run decides as before.
 
 All processes of a run use the record of process 0.
 """
@@ -21,20 +21,20 @@ from reprise.spec.budget.goodput import DEVICE_SOURCES
 from reprise.spec.reuse.prefix_rule import ReuseMode
 from reprise.spec.round_times import Bucket, RoundTimes, RunSeconds, StepSeconds
 
-if TYPE_CHECKING:  # which loads the engine
+if TYPE_CHECKING:  # the import loads the engine
     from reprise.rl.speculation.sources import Speculation
 
-MAX_BYTES = 2**28  # of the file that is read: a step takes some 500 bytes
-MAX_SECONDS = 1e12  # of all rounds of a step, of all workers
+MAX_BYTES = 2**28  # of the file that is read; a step takes about 500 bytes
+MAX_SECONDS = 1e12  # of all rounds of a step, on all workers
 WHAT = "seconds of steps"
 
 
 def step_seconds(
     rounds: Sequence[RoundRecord], times: RoundTimes, has_history: bool
 ) -> StepSeconds:
-    """Return the seconds of a step's rounds, and the seconds that its drafts saved at its pace.
+    """Return the seconds of the rounds of a step, and the seconds that drafts saved at its pace.
 
-    Budgets decided by `times`. Disturbed rounds are left out; tokens of reuse have own savings.
+    Budgets decided by `times`. Disturbed rounds are left out; savings of reuse are separate.
     """
     rounds = undisturbed(rounds, times)
     own_pace = at_its_pace(rounds, times)
@@ -48,16 +48,16 @@ def step_seconds(
 
 
 def at_its_pace(rounds: Sequence[RoundRecord], times: RoundTimes) -> RoundTimes:
-    """Return the table as a step's rounds alone correct it: a busy machine slows all of them."""
+    """Return the table corrected only by these rounds, since a busy machine slows a whole step."""
     step, clean = RunSeconds(), undisturbed(rounds, times)
     step.played(StepSeconds(0.0, 0.0, _by_bucket(clean, times), True))
     return step.corrected(times)
 
 
 def _by_bucket(rounds: Sequence[RoundRecord], times: RoundTimes) -> dict[Bucket, tuple[int, float]]:
-    """Return how many rounds there were of each bucket, and their median seconds, half full.
+    """Return the number of rounds of each bucket, and their median seconds, scaled to half full.
 
-    Rounds with chunks, and those that draft on the device, are of no bucket.
+    Rounds with chunks and rounds that draft on the device are not in a bucket.
     """
     is_apart = any(map(times.draft_depths, DEVICE_SOURCES))
     fetches: dict[Bucket, list[tuple[int, float]]] = {}
@@ -81,20 +81,20 @@ def _by_bucket(rounds: Sequence[RoundRecord], times: RoundTimes) -> dict[Bucket,
 
 
 class SecondsRecord:
-    """The recorded steps of a run in its folder, to which steps are added as they end."""
+    """The recorded steps in the folder of a run; steps are appended as they finish."""
 
     def __init__(self, folder: Folder, processes: Processes = ALONE) -> None:
-        """Read the file, if any. Raises ValueError for a file that no run wrote."""
+        """Read the file if it exists. Raises ValueError for a file that no run wrote."""
         self._folder, self._processes = folder, processes
         text = processes.from_first(WHAT, lambda: _whole_lines(folder))
         self._steps = _parsed(text, folder)
 
     def upto(self, step: int) -> list[StepSeconds]:
-        """Return the recorded steps up to this one."""
+        """Return the recorded steps up to `step`, in order."""
         return [seconds for at, seconds in sorted(self._steps.items()) if at <= step]
 
     def of(self, step: int, measure: Callable[[], StepSeconds]) -> StepSeconds:
-        """Return the record of a step: new measurements if there is none."""
+        """Return the record of a step; without a record, call `measure` and append the result."""
         if step not in self._steps:
             line = self._processes.from_first(WHAT, lambda: _line(step, measure()))
             self._steps |= _parsed(line, self._folder)
@@ -105,7 +105,7 @@ class SecondsRecord:
 
 
 def go_on(speculation: Speculation, record: SecondsRecord, step: int) -> None:
-    """Have budgets decide as they did after this step."""
+    """Replay the record, so that budgets decide as they did after this step."""
     for seconds in record.upto(step):
         speculation.seconds.played(seconds)
 
@@ -118,9 +118,9 @@ def after_step(
     say: Callable[[str], object],
     mode: ReuseMode = NO_REUSE,
 ) -> dict[str, float]:
-    """Add the seconds of a step's rounds; report if drafts or reuse lose.
+    """Add the seconds of the rounds of a step; report if drafts or reuse lose time.
 
-    Returns the step's metric. `mode` is the run's reuse.
+    Returns the metric of the step. `mode` is the reuse mode of the run.
     """
     is_enabled = speculation.config.enabled
     if not is_enabled and not mode.enabled:
@@ -157,7 +157,7 @@ def loss_text(seconds: RunSeconds, has_history: bool) -> str:
 
 
 def _whole_lines(folder: Folder) -> bytes:
-    """Return the lines of the file, after cutting off a torn last one."""
+    """Return the lines of the file, after cutting off a torn last line."""
     if not folder.is_file(SECONDS_FILE) or folder.size_bytes(SECONDS_FILE) > MAX_BYTES:
         return b""
     text = folder.read(SECONDS_FILE)

@@ -1,6 +1,6 @@
-"""Fetches of one bucket by the engine's own path, timed: of draft tokens, plain rounds, or passes.
+"""Timed fetches of one bucket through the engine, with draft tokens, plain rounds, or passes.
 
-Drafters and budget are a run's; the texts that they read are made up.
+Drafters and budget are as in a run; the texts that drafters read are made up.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from reprise.spec.reuse.rollout_cache import CachedGroup, CachedResponse, Rollou
 from reprise.spec.round_times import LIVE_PART, RoundTimes
 from reprise.spec.verify import chunks_alone, chunks_beside_roots
 
-TRIES = 4  # of each kind of fetch, after one that does not count
+TRIES = 4  # of each kind of fetch, after a try that does not count
 MIN_SECONDS = 1e-9
 
 
 def least(tries: Sequence[tuple[Any, float]]) -> dict[Any, float]:
-    """Return the least seconds of each kind without its first try, always positive.
+    """Return the minimum seconds of each kind without its first try, always positive.
 
-    Another process makes tries longer, and long ones more often; nothing makes them shorter.
+    Other processes lengthen tries, and long tries more often; nothing shortens a try.
     """
     by_kind: dict[Any, list[float]] = {}
     for kind, taken_s in tries:
@@ -54,9 +54,10 @@ def least(tries: Sequence[tuple[Any, float]]) -> dict[Any, float]:
 
 
 class _Forced(Budget):
-    """Runs a budget for its cost, and decides for `num_nodes` whatever it says.
+    """A budget that runs another budget for its cost, but always decides for `num_nodes`.
 
-    As many nodes as slots are plain decoding. Trees are filled up: a round costs by its nodes.
+    With one node per slot, rounds are plain decoding. Trees are filled up, since nodes determine
+    the cost of a round.
     """
 
     def __init__(self, budget: Budget) -> None:
@@ -88,18 +89,18 @@ class _Forced(Budget):
 
 
 class _NoText(Drafter):
-    """Drafts nothing, where all drafters are on the device."""
+    """A drafter without drafts, used if all drafters are on the device."""
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         return empty_drafts(len(live), max_nodes)
 
 
 GROUP = 8  # requests with one prompt
-CHANGED = 0.1  # of a text's tokens are others in each response: drafters find a part of it
+CHANGED = 0.1  # share of tokens that differ by response, so that drafters find part of a text
 
 
 def _texts(num_slots: int, num_tokens: int, vocab_size: int) -> np.ndarray:
-    """Return one text of few letters with changes in each row, and once more with others."""
+    """Return a text of few letters twice for each row, with different changes in each copy."""
     rng, letters = np.random.default_rng(0), min(16, vocab_size)
     shape = 2, num_slots, num_tokens
     texts_2BL = np.tile(rng.integers(0, letters, num_tokens), (*shape[:2], 1))
@@ -109,10 +110,10 @@ def _texts(num_slots: int, num_tokens: int, vocab_size: int) -> np.ndarray:
 
 
 class TimedFetches:
-    """Fetches of one bucket by the engine's own path, for B busy slots. A context manager.
+    """Timed fetches of one bucket through the engine, with B busy slots. A context manager.
 
-    A run's configuration has the drafters and the budget (None: no drafts). Requests have made-up
-    texts, whatever the policy draws, and start again before they come to the end of their rows.
+    `speculation` of a run sets the drafters and the budget (None for no drafts). Requests have
+    made-up texts, whatever the policy draws, and restart before they reach the end of their rows.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class TimedFetches:
         self._spec = spec
         self._clock = engine.clock
         self._fetch_tokens = max(config.rounds_per_fetch, config.max_nodes) + 1
-        # another one: the engine's rows may be in use, and its clock is read for fetches alone
+        # a separate engine: rows of `engine` may be in use, and its clock only times fetches
         self._engine = dataclasses.replace(engine, clock=float, lockstep=None)
         self._engine.first_slots = {B}
         self._end = min(S, engine.longest_tokens or S)
@@ -140,7 +141,7 @@ class TimedFetches:
             Request(b, prompts[b // GROUP], b // GROUP, b % GROUP, limit) for b in range(B)
         ]
         self._forced = _Forced(FixedBudget())
-        self._lags = True  # drafters have not read all of the texts
+        self._lags = True  # drafters have not read the full texts
         ends = (*engine.model.eos_token_ids, *spec.sampling.stop_ids)
         self._stop_E = engine.put(np.full_like(padded_ids(ends), NO_TOKEN))
         self._open = contextlib.ExitStack()
@@ -153,7 +154,7 @@ class TimedFetches:
         sources = tuple(s for s in config.sources if s not in DEVICE_SOURCES)
         if not sources or not config.enabled:
             return lambda context: (_NoText(), self._forced)
-        name = "goodput" if config.budget == BANDIT else config.budget  # arms are few: as a table
+        name = "goodput" if config.budget == BANDIT else config.budget  # few arms cost like a table
         config = dataclasses.replace(config, sources=sources, budget=name)
         prompts = {f"{r.group_id}": r.prompt_ids for r in self._requests}
         old_BL = self._texts_2BL[1, :, self._start :]
@@ -186,7 +187,7 @@ class TimedFetches:
         spec = dataclasses.replace(
             self._spec,
             sampling=dataclasses.replace(sampling, stop_ids=(), stop=(), by_task=()),
-            stop_token_ids=tuple(range(-1 - ends, -1)),  # as many, none is drawn
+            stop_token_ids=tuple(range(-1 - ends, -1)),  # the same number, never drawn
             drafts=self._drafts,
         )
         with self._open:
@@ -202,7 +203,7 @@ class TimedFetches:
         self._open.close()
 
     def _begin(self) -> None:
-        """Put all requests into rows, at their start, with all keys and values."""
+        """Put all requests into rows, at the start of their responses, with all keys and values."""
         own, rows = self._engine, self._engine.rows
         own.remove([r.request_id for r in self._requests])
         rows.enter([PartialRequest(r) for r in self._requests], range(len(self._requests)))
@@ -212,11 +213,11 @@ class TimedFetches:
         self._lags = True
 
     def seconds(self, kind: int | Pass) -> float:
-        """Time a fetch by its rounds, of so many nodes, or a pass of chunks on the device."""
+        """Return the seconds per round of a fetch with `kind` nodes, or of a pass of chunks."""
         if isinstance(kind, Pass):
             self._begin()
             taken_s = self._pass(kind)
-            self._begin()  # the host knows nothing of the pass
+            self._begin()  # the host table does not include the pass
             return taken_s
         table, B = self._engine.rows.table, self._size[0]
         left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
@@ -230,10 +231,10 @@ class TimedFetches:
         return (self._clock() - start_s) / rounds
 
     def _fetch(self, num_nodes: int) -> int:
-        """Return the rounds of a fetch; the texts replace its tokens."""
+        """Run a fetch, replace its tokens with the texts, and return its number of rounds."""
         own, table = self._engine, self._engine.rows.table
         self._forced.num_nodes = num_nodes
-        if not table.busy_B.any():  # all ended, in rows of few positions
+        if not table.busy_B.any():  # all have finished, in rows of few positions
             self._begin()
         own.step()
         [record] = own.stats.timeline
@@ -244,7 +245,7 @@ class TimedFetches:
         return record.num_rounds
 
     def _pass(self, one: Pass) -> float:
-        """Return the seconds of a pass of chunks, alone or with a round of the rows' roots."""
+        """Return the seconds of a pass of chunks, separate or with a round of root nodes."""
         own, rows = self._engine, self._engine.rows
         options = own.prompt_options(self._spec.sampling.scheme)
         slots, params = rows.slots(own.put(self._spec.key)), self._spec.params
@@ -289,7 +290,7 @@ class TimedFetches:
         return chunks_TX, np.full((2, num_chunks * C), NOT_GIVEN, np.int32)
 
     def draft_seconds(self, made_by: DeviceDrafterSource) -> dict[int, float]:
-        """Return the least seconds of the drafts of all rows, by depth: one, and the deepest."""
+        """Return the minimum seconds to draft for all rows, by depth: depth 1 and full depth."""
         self._begin()
         drafter = made_by.drafter_for(self._engine.drafter_context(self._spec))
         live = self._engine.rows.table.live()

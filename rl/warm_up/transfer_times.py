@@ -1,7 +1,7 @@
-"""The seconds until a worker can continue an unfinished request: by a copy, or by recomputing it.
+"""The seconds until a worker can continue an unfinished request, by a copy or by recomputing it.
 
 Measured once, after the warm-up, on one row of every bucket of tokens; the scheduler takes the
-faster one (RhymeRL recomputes, Seer copies).
+faster way (RhymeRL recomputes, Seer copies).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def measure(
     *,
     processes: Processes = ALONE,
 ) -> MoveTimes:
-    """Time both on `engine`, whose programs are compiled; medians of a few, kept in `path`.
+    """Time copies and passes on a warmed-up `engine`; return medians, also written to `path`.
 
     Rounds that recompute keys and values decode as well, but count in full. The `processes` of a
-    mesh measure together; the times are process 0's.
+    mesh measure together and return the times of process 0.
     """
     seconds, pool = {}, Pool(engine, params, sampling, reach)
     B = pool.slots[0]
@@ -58,7 +58,7 @@ def measure(
 
 
 def _seconds(pool: Pool, num_slots: int, num_tokens: int) -> tuple[float, float]:
-    """Return the seconds of a copy and of the passes, of so many tokens, in a separate memory."""
+    """Return the seconds to copy and to recompute `num_tokens` tokens, in a separate memory."""
     engine = pool.engine
     memory, kv = open_memory(engine), _host_kv(engine, num_tokens)
     memory.reset(num_slots)
@@ -76,7 +76,7 @@ def _seconds(pool: Pool, num_slots: int, num_tokens: int) -> tuple[float, float]
 
 
 def recomputed(pool: Pool, cache: Cache, num_tokens: int) -> Cache:
-    """Run as many rounds as compute the keys and values of one row's tokens."""
+    """Run the rounds that compute keys and values of `num_tokens` tokens in one row."""
     engine = pool.engine
     B, S, C = cache.num_slots, cache.num_positions, engine.chunk_tokens
     (pending, slots, stop_E), options = pool.at_rest(B), engine.prompt_options(pool.sampling.scheme)
@@ -94,7 +94,7 @@ def recomputed(pool: Pool, cache: Cache, num_tokens: int) -> Cache:
 
 
 def _host_kv(engine: Engine, num_tokens: int) -> HostKv:
-    """Zeroed keys and values of so many tokens, on the host."""
+    """Return zeroed keys and values of `num_tokens` tokens, on the host."""
 
     def zeros(shape: Sequence[int], dtype: Any, axes: object = None) -> np.ndarray:
         return np.zeros(shape, dtype)
@@ -104,9 +104,9 @@ def _host_kv(engine: Engine, num_tokens: int) -> HostKv:
 
 
 def _timed(engine: Engine, move: Callable[[], Cache]) -> float:
-    """Median seconds of `move`, which returns the cache."""
+    """Return the median seconds of `move`, which returns the cache."""
     taken = []
-    for _ in range(1 + REPEATS):  # the first one allocates its memory
+    for _ in range(1 + REPEATS):  # the first call allocates its memory
         start_s = engine.clock()
         jax.block_until_ready(move())
         taken.append(engine.clock() - start_s)

@@ -1,21 +1,21 @@
-"""The differing bytes of two copies of an array, as a program that writes them.
+"""The bytes that differ between two copies of an array, encoded as instructions to write them.
 
-`encode(old, new)` gives bytes, `apply(copy_of_old, them)` makes the copy equal `new` in every bit.
-Bytes are overwritten, never added or XORed: applying twice changes nothing more.
+`encode(old, new)` returns a delta, and `apply(copy_of_old, delta)` makes the copy bitwise equal to
+`new`. Bytes are overwritten, never added or XORed, so applying a delta twice is harmless.
 
-A step of training moves a bfloat16 weight by one unit in the last place, if at all: the lower byte
-changes and the upper one hardly ever. In float32 the two lower bytes change nearly always. So the
-bytes of an element are separated ("planes"), and each plane of each block of `BLOCK` elements takes
-its smallest form:
+A training step moves a bfloat16 weight by one unit in the last place, if at all, so the lower byte
+changes and the upper byte rarely does. In float32, the two lower bytes nearly always change. The
+bytes of an element are therefore separated ("planes"), and each plane of each block of `BLOCK`
+elements takes its smallest form:
 
     0  nothing changed
     1  count: uint16, size: uint16, gaps: uint8[size], values: uint8[count]
-       a gap is the number of bytes between two changed ones; 255 means 255 more and no change
+       a gap is the number of bytes between two changed bytes; 255 skips 255 bytes and continues
     2  count: uint16, bitmap: uint8[elements / 8], values: uint8[count]
     3  all bytes of the plane: uint8[elements]
 
-Every count is of one block, so that no array is too long. Both kernels are one pass without the
-interpreter lock. A delta comes from another program: `apply` never writes outside of the array.
+Counts are per block, so an array may have any length. Both kernels make one pass and release the
+interpreter lock. Since a delta comes from another program, `apply` never writes outside the array.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ import numba
 import numpy as np
 
 BLOCK = 16384  # elements; below 2**16, as counts are uint16
-_CHUNK = 64 * BLOCK  # elements that one call encodes, so that the scratch memory is small
+_CHUNK = 64 * BLOCK  # elements per call, so that scratch memory is small
 _NONE, _GAPS, _BITMAP, _DENSE = 0, 1, 2, 3
 Run = Callable[..., Iterable[Any]]
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class DamagedDelta(ValueError):
-    """The bytes are no delta of an array of this size."""
+    """The payload is not a valid delta for an array of this size."""
 
 
 def encode(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Return the delta from `old` to `new`, as uint8; empty if they are equal.
+    """Return the delta from `old` to `new`, as uint8; empty if the arrays are equal.
 
-    Both are contiguous, of one dtype and size.
+    Both arrays are contiguous, and have the same dtype and size.
     """
     return encode_all([(old, new)], map)[0]
 
 
 def encode_all(pairs: Sequence[tuple[np.ndarray, np.ndarray]], run: Run) -> list[np.ndarray]:
-    """Return the deltas of several pairs; `run` is `map`, or a thread pool's."""
+    """Return the delta of each (old, new) pair; `run` is `map`, or `map` of a thread pool."""
     tasks = []
     for at, (old, new) in enumerate(pairs):
         assert old.dtype == new.dtype and old.size == new.size
@@ -64,9 +64,9 @@ def encode_all(pairs: Sequence[tuple[np.ndarray, np.ndarray]], run: Run) -> list
 
 
 def apply(target: np.ndarray, delta: np.ndarray) -> None:
-    """Overwrite the bytes of `target`, contiguous, that `delta` names.
+    """Overwrite the bytes of the contiguous array `target` that `delta` names.
 
-    Raises DamagedDelta; `target` may have been changed in part by then.
+    Raises DamagedDelta, possibly after changing a part of `target`.
     """
     assert target.flags.c_contiguous and target.flags.writeable
     if not delta.size:
@@ -82,7 +82,7 @@ def apply(target: np.ndarray, delta: np.ndarray) -> None:
 
 
 def most_bytes(size: int, itemsize: int) -> int:
-    """Return the most bytes that a delta of so many elements can have."""
+    """Return the maximum number of bytes of a delta of `size` elements."""
     blocks = -(-size // BLOCK)
     return blocks * itemsize + size * itemsize
 
@@ -96,7 +96,7 @@ def _encoded(task: tuple[int, np.ndarray, np.ndarray]) -> tuple[int, np.ndarray,
 
 @numba.njit(cache=True, nogil=True)
 def _encode(old_n, new_n, itemsize, out):  # type: ignore[no-untyped-def]
-    """Write the forms of all blocks and planes; return the bytes written, and elements changed."""
+    """Write all planes of all blocks; return the numbers of bytes written and elements changed."""
     at, total = 0, 0
     changed_c = np.empty(BLOCK, np.int64)
     position_c = np.empty(BLOCK, np.int64)
@@ -124,7 +124,7 @@ def _encode(old_n, new_n, itemsize, out):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def _write_plane(new_n, start, size, shift, position_c, count, gap_bytes, out, at):  # type: ignore[no-untyped-def]
-    """Write one plane of one block in its smallest form; return the start of the next."""
+    """Write one plane of a block in its smallest form; return the offset of the next plane."""
     bitmap_bytes = (size + 7) // 8
     gaps, bitmap = 4 + gap_bytes + count, 2 + bitmap_bytes + count
     if count == 0:
@@ -163,7 +163,7 @@ def _write_plane(new_n, start, size, shift, position_c, count, gap_bytes, out, a
 
 @numba.njit(cache=True, nogil=True)
 def _apply(bytes_n, itemsize, delta):  # type: ignore[no-untyped-def]
-    """Write the bytes of all forms; return the bytes read, or -1 if they are no delta."""
+    """Apply all planes of all blocks; return the number of bytes read, or -1 if invalid."""
     at, elements = 0, len(bytes_n) // itemsize
     for start in range(0, elements, BLOCK):
         size = min(BLOCK, elements - start)

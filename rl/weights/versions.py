@@ -1,9 +1,9 @@
-"""Versions of the weights in Ray's store: the newest one whole, and its deltas from older ones.
+"""Versions of the weights in Ray's store: the newest version whole, and deltas from older versions.
 
     run      Published.publish(params) → Offer: references to the whole copy and to deltas
-    worker   WeightCopy.take(offer)   → arrays: deltas over its copy, else the whole one
+    worker   WeightCopy.take(offer)   → arrays: its copy with deltas, else the whole copy
 
-The SHA-256 of the result is compared with the offer's before any device gets it.
+The SHA-256 of the result is compared with the offer before any device receives the weights.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ import numpy as np
 from reprise.rl.weights import delta
 
 MAX_DELTAS = 8
-MAX_DELTA_SHARE = 0.9  # of a whole copy's bytes; with more, deltas only cost time
-MAX_KNOWN = 2  # versions that are known by their arrays: each has a whole copy in the store
+MAX_DELTA_SHARE = 0.9  # of the bytes of a whole copy; larger deltas only cost time
+MAX_KNOWN = 2  # versions recognized by their arrays, with whole copies in the store
 
 
 class DamagedWeights(ValueError):
-    """Weights that came are not the published ones."""
+    """Received weights do not match the published weights."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Offer:
-    """A version: references to its arrays, and to (base version, delta) that lead to it."""
+    """A version: a reference to its arrays, and a chain of (base version, delta reference)."""
 
     version: int
     sha256: str
@@ -44,7 +44,7 @@ class Offer:
 
 
 class Published:
-    """The weights of a run; any thread may call it. `share` puts a value into the store."""
+    """The published weights of a run; thread-safe. `share` puts a value into the store."""
 
     def __init__(self, share: Callable[[Any], Any]) -> None:
         self._share, self._lock = share, threading.Lock()
@@ -55,12 +55,12 @@ class Published:
         self.newest: Offer | None = None
 
     def publish(self, params: Any) -> Offer:
-        """Return the offer of a tree of arrays; the same arrays have the same version."""
+        """Return the offer of a tree of arrays; the same arrays keep their version."""
         with self._lock:
             for known, offer in self._known:
                 if known() is params:
                     return offer
-            # a copy: the buffers of `params` may be donated to an update
+            # copied, since the buffers of `params` may be donated to an update
             arrays = [np.array(x) for x in jax.device_get(jax.tree.leaves(params))]
             sha256, newest = digest(arrays), self.newest
             if newest is None or newest.sha256 != sha256:
@@ -71,7 +71,7 @@ class Published:
             return newest
 
     def _deltas(self, last: Offer, arrays: Sequence[np.ndarray]) -> list[tuple[int, Any]]:
-        """Return the chain of deltas to new arrays; none if a whole copy is hardly larger."""
+        """Return the chain of deltas to new arrays; empty if a whole copy is hardly larger."""
         if [(x.shape, x.dtype) for x in arrays] != [(x.shape, x.dtype) for x in self._arrays]:
             return []
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
@@ -82,16 +82,16 @@ class Published:
 
 
 class WeightCopy:
-    """A worker's copy of the newest weights; `fetch` returns the values of references."""
+    """The newest weights that a worker has; `fetch` returns the values of references."""
 
     def __init__(self, fetch: Callable[[Sequence[Any]], list[Any]]) -> None:
         self._fetch, self._version = fetch, 0
         self._arrays: list[np.ndarray] = []
 
     def take(self, offer: Offer) -> list[np.ndarray]:
-        """Return the arrays of an offer. Raises DamagedWeights if they are not the published ones.
+        """Return the arrays of an offer. Raises DamagedWeights if their SHA-256 is wrong.
 
-        An offer of an older version is fetched whole, and is no base of later deltas.
+        An older version than the present copy is fetched whole, and does not replace the copy.
         """
         if offer.version == self._version:
             return self._arrays
@@ -108,7 +108,7 @@ class WeightCopy:
         return arrays
 
     def _updated(self, offer: Offer) -> list[np.ndarray] | None:
-        """Return a copy with deltas applied; None unless they lead from this version."""
+        """Return a copy with the deltas applied; None if no delta starts at this version."""
         bases = [base for base, _ in offer.deltas]
         if self._version not in bases:
             return None
@@ -121,7 +121,7 @@ class WeightCopy:
 
 
 def digest(arrays: Sequence[np.ndarray]) -> str:
-    """Return the SHA-256 of the bytes of arrays, one after the other."""
+    """Return the SHA-256 of the concatenated bytes of arrays."""
     sha256 = hashlib.sha256()
     for array in arrays:
         sha256.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -1,10 +1,10 @@
-"""Several engines that answer a step, and start the next one on idle workers.
+"""Several engines that generate a step, and start the next step on idle workers.
 
     run(step s)    → session, place p     ← weights v(s − 1), noise of s
-    plan(step s+1) → session, place p + 1 ← the same weights, noise of s + 1; only on dry workers
-    recall()       → the early tokens of s + 1, for its requests to start from
+    plan(step s+1) → session, place p + 1 ← the same weights, noise of s + 1; only on idle workers
+    recall()       → the early tokens of s + 1, which its requests start from
 
-The engine verifies early tokens as a chain of draft tokens: responses are the same without.
+The engine verifies early tokens as a chain of draft tokens, so they do not change responses.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from reprise.spec.reuse.agreement import Agreement, RunMisses
 from reprise.spec.reuse.prefix_rule import PrefixRule
 from reprise.spec.sampling import NOISE_NAMES
 
-AHEAD = 2**30 * NOISE_NAMES  # added to the numbers of requests that run ahead: the same noise
+AHEAD = 2**30 * NOISE_NAMES  # added to the ids of early requests, which keep their noise
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ComingStep:
-    """The next step: its requests, noise, drafts, rule, and last epoch's lengths by group."""
+    """The next step: its requests, noise, drafts, rule, and lengths of the last epoch by group."""
 
     requests: Sequence[Request]
     key: jax.Array
@@ -46,7 +46,7 @@ class ComingStep:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prefetched:
-    """The early part of a step: its requests, and their early tokens by number, if any."""
+    """The early part of a step: its requests, and early tokens by request id."""
 
     requests: Sequence[Request] = ()
     tokens: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
@@ -56,7 +56,7 @@ class Prefetched:
         return sum(map(len, self.tokens.values()))
 
     def resumed(self, requests: Sequence[Request]) -> list[Request]:
-        """Return a step's requests with the early tokens of the same prompts."""
+        """Return the requests of a step, with early tokens if the prompt is the same."""
         prompts = {r.request_id: r.prompt_ids for r in self.requests}
         return [
             dataclasses.replace(r, begun=self.tokens[r.request_id])
@@ -67,11 +67,11 @@ class Prefetched:
 
 
 class AheadEngine(MultiEngine):
-    """Engines whose workers live as long as it is open, from one rollout to the next."""
+    """Engines with workers that live across rollouts, as long as the engine is open."""
 
     @contextlib.contextmanager
     def open(self, max_requests: int, longest_tokens: int) -> Iterator[AheadEngine]:
-        """Start the workers, for rollouts of up to so many requests and tokens of one."""
+        """Start the workers, for rollouts of these maximum numbers of requests and tokens each."""
         scheduler = Ahead(self.make_scheduler(), chunk_tokens=self.config.chunk_tokens)
         options: dict[str, Any] = {"spot": self.spot, "has_steps_apart": True}
         self._session = self.session(scheduler, max_requests, longest_tokens, **options)
@@ -82,7 +82,7 @@ class AheadEngine(MultiEngine):
         self._begun_place: int | None = None
         self._begun = Prefetched()
         self._misses = RunMisses()  # of early tokens
-        self._open = set[int]()  # numbers of early requests not returned yet
+        self._open = set[int]()  # ids of early requests not returned yet
         with self._session.aborted_at_end():
             yield self
 
@@ -117,7 +117,7 @@ class AheadEngine(MultiEngine):
             self.stats.parts, self._begun_parts = [*self._begun_parts, *self.stats.parts], []
 
     def plan(self, coming: ComingStep) -> None:
-        """Plan the next step, to start in the next rollout; early requests are recalled first."""
+        """Plan the next step, to start in the next rollout; recall early requests first."""
         assert self._begun_place is None, "what was begun is recalled first"
         self._coming = coming
 
@@ -140,7 +140,7 @@ class AheadEngine(MultiEngine):
         )
 
     def recall(self, check: Callable[[], object] = lambda: None) -> Prefetched:
-        """Return the early part, once workers have released it; `check` is called meanwhile."""
+        """Return the early part once workers have released it; call `check` while waiting."""
         if self._begun_place is None:
             return Prefetched()
         self._session.recall()
@@ -154,7 +154,7 @@ class AheadEngine(MultiEngine):
         return self._begun
 
     def _next(self) -> Trajectory | None:
-        """Return the next response of a step; early tokens of the next one are kept here."""
+        """Return the next response of a step, or None; store early tokens of the next step."""
         match self._session.next_result(POLL_S):
             case Returned(partial=state):
                 tokens = None if state.prefix is None else state.prefix.response_ids

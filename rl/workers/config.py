@@ -1,4 +1,4 @@
-"""Rollout workers and their scheduler as users set them."""
+"""Configuration of rollout workers and their scheduler (section `Sched`)."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ Allocation = Literal["measured", "even"]
 
 @dataclasses.dataclass(frozen=True)
 class SchedConfig:
-    """Rollout workers and their scheduler; none of it changes a token.
+    """Rollout workers and their scheduler, which never change the tokens that a policy generates.
 
-    `mode`: `sync` (responses are of the policy that learns from them), `ahead` (the same; idle
-    workers start the next step, whose weights verify their tokens), or `pipeline` (workers answer a
-    step while the trainer learns from the one before, with weights one update old).
+    `mode` is `sync` (the policy that generates a response also learns from it), `ahead` (like
+    `sync`, but idle workers start the next step early, and its weights verify the early tokens), or
+    `pipeline` (workers generate a step while the trainer learns from the previous step, with
+    weights one update old).
 
-    In `sync` with one worker rollouts run on the trainer's devices. Otherwise workers have
-    `devices_per_worker` devices each, in `ahead` and `pipeline` the last ones; workers of one
-    device share them if there are too few. A worker's requests take at most `kv_tokens` positions
-    (None: as many as its slots can need); between two chunks they keep keys and values of at most
-    `pool_bytes` on the host.
+    In `sync` mode with one worker, rollouts run on the trainer's devices. Otherwise each worker has
+    `devices_per_worker` devices; `ahead` and `pipeline` use the last devices. Single-device workers
+    share devices if there are too few. The requests on a worker take at most `kv_tokens` positions
+    (None: enough for all slots). Between chunks, the host keeps at most `pool_bytes` of keys and
+    values.
 
-    `histopipe`: workers in `ranking_groups` groups by last epoch's lengths start the next step
-    without waiting. With more workers than groups its `allocation` is by `measured` seconds of
-    rounds, or `even`. The last `last_share` (α) of a group's requests may be moved once they are β
-    times as long as its prompts' longest median; β is the quantile `growth_quantile` of the growth
-    of responses since the epoch before, at least `least_growth`.
+    With `histopipe`, workers serve `ranking_groups` groups of prompts, ranked by the lengths of the
+    last epoch, and start the next step without waiting. With more workers than groups, `allocation`
+    assigns workers to groups by `measured` round times, or in `even` shares. The last `last_share`
+    (α) of the requests in a group may be moved once they are β times as long as the longest median
+    of the prompts in the group; β is the quantile `growth_quantile` of the growth of responses
+    since the previous epoch, and at least `least_growth`.
     """
 
     mode: Mode = "sync"
@@ -45,7 +47,7 @@ class SchedConfig:
     last_share: float = 0.1
     growth_quantile: float = 0.75
     least_growth: float = 1.1
-    on_error: OnError = "stop"  # or restart: requests of a worker that raised move to others
+    on_error: OnError = "stop"  # or restart: requests of a failed or hung worker move to others
 
     def __post_init__(self) -> None:
         hints = {"mode": Mode, "policy": Policy, "allocation": Allocation, "on_error": OnError}
@@ -72,7 +74,7 @@ class SchedConfig:
 
     @property
     def beside_training(self) -> bool:
-        """True if workers run while the trainer updates, on separate devices."""
+        """True if workers run during updates, on separate devices if there are enough."""
         return self.mode != "sync"
 
     @property
@@ -82,6 +84,6 @@ class SchedConfig:
 
     @property
     def measures_rounds(self) -> bool:
-        """True if the seconds of rounds decide which workers a ranking group has."""
+        """True if measured round times decide how many workers each ranking group has."""
         histopipe = self.policy == "histopipe" and self.allocation == "measured"
         return histopipe and self.workers > self.ranking_groups

@@ -1,8 +1,8 @@
-"""The driver of a session's workers, in one thread without locks (`rl.workers.session`).
+"""The driver of the workers of a session, in one thread without locks (`rl.workers.session`).
 
-    event → scheduler.handle → actions → each worker's inbox → call → report → events
+    event → scheduler.handle → actions → inboxes of workers → call → report → events
 
-A lost worker is a call that raised or passed its deadline.
+A worker is lost if its call raises or passes its deadline.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from reprise.sched import protocol
 from reprise.sched.protocol import Scheduler, Start
 from reprise.sched.request import Kv, copy_of
 
-MAX_RESTARTS = 3  # of a place's workers in a session: another one would fail as well
+MAX_RESTARTS = 3  # of one place in a session; a further restart would fail as well
 PROFILE_S = 0.25  # between two reports of acceptance to the scheduler
-BEAT_S = 2.0  # between two calls of an idle worker outside of this process
-SPARE_POLL_S = 0.005  # between two units of idle work, if there was none
-LEAVING_S = 5.0  # for workers to end, once a session is aborted
+BEAT_S = 2.0  # between two calls to an idle worker outside this process
+SPARE_POLL_S = 0.005  # until idle work is looked for again, if there was none
+LEAVING_S = 5.0  # for workers to stop, once a session is aborted
 
 
 @dataclasses.dataclass(eq=False)
 class _Worker:
-    """A worker: its place and its number, its starts in force, and its call.
+    """A worker: its place and the number of the place, its active starts, and its pending call.
 
-    It is lost if it has an `error`: the scheduler gets to know once another worker is present.
+    A worker with an `error` is lost; the scheduler is notified once another worker is present.
     """
 
     place: Place
@@ -50,15 +50,15 @@ class _Worker:
     prepared: set[int] = dataclasses.field(default_factory=set)
     call: Future[Any] | None = None
     called_s: float = 0.0
-    spare_s: float = 0.0  # when idle work may be looked for again
-    doing: str = ""  # for the message if it hangs
+    spare_s: float = 0.0  # earliest time to look for idle work again
+    doing: str = ""  # for the message after a hang
     is_leaving: bool = False
     is_idle: bool = True
     error: WorkerError | None = None
 
 
 class Driver:
-    """Drives the workers of a session; one thread calls it, and runs its `later` calls.
+    """Drives the workers of a session, from one thread, which also runs the calls given to `later`.
 
     `deliver` receives results.
     """
@@ -87,13 +87,13 @@ class Driver:
         self._specs: dict[int, RolloutSpec] = {}
         self.events: collections.deque[WorkerEvent] = collections.deque()
         self._early: list[Callable[[], None]] = []  # submissions before any worker has joined
-        self._rolls = False  # requests were submitted: idle workers may do idle work
+        self._rolls = False  # True once requests are submitted: workers may do idle work
         self.ends_s: float | None = None  # when the session was closed
         self._aborts = False
-        self.error: BaseException | None = None  # of a worker that was to end
+        self.error: BaseException | None = None  # of a worker that failed after `close`
 
     def end(self) -> None:
-        """Note that no worker runs any more."""
+        """Dismiss idle work, since no worker runs any more."""
         if self._idle_work is not None:
             self._idle_work.dismiss()
 
@@ -102,13 +102,13 @@ class Driver:
         return self.ends_s is not None and not self._workers
 
     def begin_turn(self) -> None:
-        """Let workers of places that are ready join, before events are handled."""
+        """Add workers of ready places and report acceptance, before events are handled."""
         if self.ends_s is None:
             self._seat()
             self._profile()
 
     def end_turn(self) -> None:
-        """Replace workers that hang, and call the others."""
+        """Replace hung workers, and call the others."""
         for worker_id, worker in list(self._workers.items()):
             self._look_for_hang(worker_id, worker)
         for worker_id, worker in list(self._workers.items()):
@@ -121,7 +121,7 @@ class Driver:
         requests: Sequence[Request],
         oldest: int,
     ) -> None:
-        """Submit requests of a step, which has a new `spec` or one of before."""
+        """Submit requests of a step, with a new `spec` or the `spec` submitted before."""
         if self.places and not self._num_joined:  # schedulers divide a step among workers
             self._early.append(partial(self.submit, event, spec, requests, oldest))
             return
@@ -168,7 +168,7 @@ class Driver:
             self._when_known(start.request_id, start)
 
     def _when_known(self, request_id: int, action: Start | protocol.Return) -> None:
-        """Carry out an action once the state of its request is here."""
+        """Carry out an action once the state of its request is known."""
         live = self.requests[request_id]
         if live.ticket is not None:
             live.waiting.append(action)
@@ -181,7 +181,7 @@ class Driver:
     def _begin(self, live: LiveRequest, start: Start) -> None:
         worker = self._workers.get(start.worker_id)
         if worker is None or worker.error or worker.starts.get(start.request_id) != start:
-            return  # the request was dropped meanwhile, or is started again elsewhere
+            return  # the request was dropped, or starts on another worker
         if live.step not in worker.prepared:
             worker.prepared.add(live.step)
             spec, oldest = self._specs[live.step], min(self._specs)
@@ -189,7 +189,7 @@ class Driver:
         worker.inbox.append(messages.Begin(live.step, self.requests.start(live, start)))
 
     def _copy(self, action: protocol.Copy) -> None:
-        """Have a worker return a copy of a request, which another one starts."""
+        """Request a copy of a running request, and start the copy on another worker."""
         original, start = self.requests[action.request_id], action.start
         request = dataclasses.replace(original.request, request_id=start.request_id)
         self.requests.add(original.step, request)
@@ -206,10 +206,10 @@ class Driver:
     # -- reports -----------------------------------------------------------------------------
 
     def _came(self, worker_id: int, call: Future[Any]) -> None:
-        """A call of a worker has ended."""
+        """Handle a completed call of a worker."""
         worker = self._workers.get(worker_id)
         if worker is None or worker.call is not call:
-            return  # it was lost before it came back
+            return  # the worker was lost before the call returned
         worker.call = None
         if (error := call.exception()) is not None:
             self._fail(worker_id, error)
@@ -253,7 +253,7 @@ class Driver:
                         self._chunk_done(worker_id, worker, request_id, tokens)
 
     def _is_in_force(self, worker: _Worker, request_id: int) -> bool:
-        """Return False for a request that was dropped: its number may have been given again."""
+        """Return False for a dropped request, since its id may have been reused."""
         return request_id in worker.starts and messages.Remove(request_id) not in worker.inbox
 
     def _finished(self, worker_id: int, worker: _Worker, trajectory: Trajectory) -> None:
@@ -269,7 +269,7 @@ class Driver:
     def _chunk_ended(self, worker_id: int, worker: _Worker, request_id: int, tokens: int) -> None:
         ticket = self.requests.promise(request_id, worker_id)
         live = self._chunk_done(worker_id, worker, request_id, tokens)
-        if live.ticket == ticket:  # it does not continue in its row
+        if live.ticket == ticket:  # the request does not continue in its row
             worker.inbox.append(messages.Take(request_id, ticket))
 
     def _chunk_done(
@@ -283,7 +283,7 @@ class Driver:
     # -- workers -----------------------------------------------------------------------------
 
     def _seat(self) -> None:
-        """Join with workers of places that are ready; then lose those that have left theirs."""
+        """Add workers of ready places, then remove lost workers."""
         taken = {worker.seat for worker in self._workers.values() if not worker.error}
         for seat, place in enumerate(self.places):
             if seat not in taken and place.is_ready:
@@ -310,7 +310,7 @@ class Driver:
             self._early.pop(0)()
 
     def _call(self, worker_id: int, worker: _Worker) -> None:
-        """Send a worker its commands, have it run on, or have it do idle work."""
+        """Send a worker its commands, or let it continue, or give it idle work."""
         now_s, place = self._clock(), worker.place
         if worker.call is not None:
             if worker.inbox:
@@ -369,12 +369,12 @@ class Driver:
         self._note(worker, error.kind, str(cause), len(worker.starts))
         if self._idle_work is not None:
             self._idle_work.lost(worker_id, hangs=hangs)
-        self._seat()  # its successor first, so that its requests have somewhere to go
+        self._seat()  # the replacement joins first, so that requests have a destination
 
     def _lose(self, worker_id: int) -> None:
         worker = self._workers.pop(worker_id)
         for number in list(worker.starts):
-            if copy_of(number)[1]:  # it is not started again, and its number may be given again
+            if copy_of(number)[1]:  # a copy is not restarted, and its id may be reused
                 self.requests.remove(number)
         for action in self.requests.lose(worker_id):
             self._when_known(action.request_id, action)
@@ -388,7 +388,7 @@ class Driver:
             self.handle(protocol.Profiled(known))
 
     def close(self, *, abort: bool) -> None:
-        """No more requests will come; with `abort` those that run end without an answer."""
+        """Accept no more requests; with `abort`, stop running requests without responses."""
         if self.ends_s is not None:
             return
         self.ends_s, self._aborts, self._rolls = self._clock(), abort, False

@@ -1,7 +1,7 @@
-"""Siblings' drafts across programs (Seer's draft server), exchanged during the rounds.
+"""Drafts from sibling responses across programs (Seer's draft server), exchanged during rounds.
 
-The drafters of a worker use a server in the same program; a thread exchanges news with a central
-one. If that is lost, workers draft from local tokens.
+The drafters of a worker use a server in the same program; a thread exchanges updates with a central
+server. If the central server is lost, workers draft from local tokens.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from reprise.spec.retrieval.group import DraftServer, Piece
 
-MAX_ROLLOUTS = 4  # whose tokens are kept: two run in a pipeline
+MAX_ROLLOUTS = 4  # rollouts with kept tokens; two run in a pipeline
 EXCHANGE_S = 0.02  # between two exchanges
 
 
 class GroupDrafts:
-    """The central server, in this process or an actor: each rollout's groups, for all workers."""
+    """The central server for all workers, in this process or an actor, with groups by rollout."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -33,7 +33,7 @@ class GroupDrafts:
     ) -> tuple[list[Piece], list[int]]:
         """Add new tokens and ended requests (group, request) of a worker.
 
-        Returns the tokens that it has not `seen`, and the groups that are over.
+        Returns the tokens that the worker has not `seen`, and the groups that are over.
         """
         with self._lock:
             if rollout not in self._servers:
@@ -47,9 +47,9 @@ class GroupDrafts:
 
 
 class SharedDrafts(DraftServer):
-    """A worker's own server, kept up to date by `exchange` with the central one; a context manager.
+    """The server of a worker, synchronized by `exchange` with the central server.
 
-    `report` is called once if that is lost.
+    A context manager. `report` is called once if the central server is lost.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class SharedDrafts(DraftServer):
         report: Callable[[str], None],
     ) -> None:
         super().__init__(group_size)
-        self.num_drafters = 1  # of other workers
+        self.num_drafters = 1  # represents other workers
         self._rollout, self._size = rollout, group_size
         self._exchange, self._report = exchange, report
         self._news, self._new, self._gone = threading.Lock(), list[Piece](), list[tuple[int, int]]()
@@ -71,7 +71,7 @@ class SharedDrafts(DraftServer):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._has_left.set()  # an exchange under way ends by its deadline
+        self._has_left.set()  # a running exchange returns by its deadline
 
     def update(self, pieces: Iterable[Piece]) -> None:
         pieces = list(pieces)
@@ -86,7 +86,7 @@ class SharedDrafts(DraftServer):
             self._gone += pairs
 
     def sync(self) -> None:
-        """Exchange news with the central server once."""
+        """Exchange updates with the central server once."""
         with self._news:
             new, self._new = self._new, []
             ended, self._gone = self._gone, []

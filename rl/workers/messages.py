@@ -1,4 +1,4 @@
-"""All that passes between workers, their driver, and its owner."""
+"""Messages between workers, their driver, and the owner of the session."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reprise.sched.request import copy_of
 
 @dataclasses.dataclass(frozen=True)
 class WorkerLimits:
-    """Bounds of each worker; `has_steps_apart`: it runs a request in the request's step only."""
+    """Limits of each worker; `has_steps_apart` runs requests only in the rollout of their step."""
 
     kv_tokens: int
     max_requests: int
@@ -28,7 +28,7 @@ class WorkerLimits:
 
 
 class Prepare(NamedTuple):
-    """The rollout of a step, before the first request of it; none of before `oldest` is needed."""
+    """The rollout of a step, sent before its first request; steps before `oldest` are dropped."""
 
     step: int
     spec: Any
@@ -41,28 +41,28 @@ class Begin(NamedTuple):
 
 
 class Extend(NamedTuple):
-    """Continue a request whose chunk ended in its row."""
+    """Continue a request in its row, after a chunk has ended."""
 
     request_id: int
     max_tokens: int
 
 
 class Take(NamedTuple):
-    """Return a request whose chunk ended, with its keys and values (`Left`)."""
+    """Return a request with its keys and values, after a chunk has ended (`Left`)."""
 
     request_id: int
     ticket: int
 
 
 class Fork(NamedTuple):
-    """Return a copy of a request, which continues here (`Left`)."""
+    """Return a copy of a request, which keeps running on this worker (`Left`)."""
 
     request_id: int
     ticket: int
 
 
 class Remove(NamedTuple):
-    """End a request without an answer."""
+    """Stop a request without a response."""
 
     request_id: int
 
@@ -77,7 +77,7 @@ Command = Prepare | Begin | Extend | Take | Fork | Remove | Release
 
 
 class Left(NamedTuple):
-    """The state of a request that was taken or forked; None if it does not run here."""
+    """The state of a taken or forked request; None if the request does not run on this worker."""
 
     ticket: int
     partial: PartialRequest | None
@@ -91,7 +91,7 @@ Event = Trajectory | ChunkEnd | Left | Released
 
 
 class Report(NamedTuple):
-    """The events of a call, the step of the open rollout, and its counts so far."""
+    """The events of a call, the step of the open rollout, and the rollout statistics so far."""
 
     step: int | None
     events: Sequence[Event]
@@ -103,7 +103,7 @@ class Report(NamedTuple):
 
 
 class WorkerError(RuntimeError):
-    """A worker raised, or hangs; the message names the requests that ran there."""
+    """A worker raised an exception or hangs; the message names the requests that it was running."""
 
     def __init__(self, worker_id: int, request_ids: Sequence[int], error: BaseException) -> None:
         originals = dict.fromkeys(copy_of(r)[0] for r in request_ids)
@@ -123,14 +123,14 @@ class WorkerError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Deferred:
-    """A request was deferred into the next step, unfinished."""
+    """An unfinished request that was deferred to the next step."""
 
     request_id: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Returned:
-    """A request that was started ahead of its step has left its worker, unfinished."""
+    """An unfinished request that was started ahead of its step and has left its worker."""
 
     partial: PartialRequest
 

@@ -1,6 +1,6 @@
-"""Several workers under one scheduler, which assigns requests to workers and times.
+"""Several workers under one scheduler, which decides where and when each request runs.
 
-Tokens do not depend on it: a request's tokens are a function of its seed.
+Tokens do not depend on the scheduler, since the tokens of a request are a function of its seed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Helpers:
-    """Workers that answer others' last requests again (`sched.policies.fastest_of_n`).
+    """Settings for idle workers that rerun the last requests (`sched.policies.fastest_of_n`).
 
     `acceptance` returns the acceptance of draft tokens by request.
     """
@@ -48,10 +48,10 @@ class Helpers:
 
 
 class MultiEngine:
-    """A run's workers; each rollout runs under a new scheduler with this `seed`.
+    """The workers of a run; each rollout runs under a new scheduler with this `seed`.
 
     `engines` belong to workers in this process. Workers in other programs have `places`, which may
-    be empty, and the first engine has their shapes.
+    be empty; the first engine then has their shapes.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class MultiEngine:
         self.engines: list[Engine] = list(engines)
         self.places, self._in_threads = list(places or ()), places is None
         self.config, self._seed = config, seed
-        self.spot = spot  # what idle workers train
-        self.prefer_pool = prefer_pool  # True: copy this many tokens rather than recompute them
-        self.costs: Costs | None = None  # of a worker, where `config.measures_rounds`
-        self.helpers: Helpers | None = None  # workers without requests answer others' again
+        self.spot = spot  # training for idle workers
+        self.prefer_pool = prefer_pool  # True to copy a number of tokens rather than recompute
+        self.costs: Costs | None = None  # of a worker, if `config.measures_rounds`
+        self.helpers: Helpers | None = None  # rerun requests on idle workers
         self._clock, self._hang_limit_s = clock, hang_limit_s
         self.stats = EngineStats()
 
@@ -81,7 +81,7 @@ class MultiEngine:
         return self.engines[0].dtype
 
     def do(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns in a thread without a trainer's mesh."""
+        """Call `work` in a thread without the trainer mesh, and return its result."""
         return in_thread(work)
 
     def run(
@@ -92,9 +92,9 @@ class MultiEngine:
         on_finish: OnFinish | None = None,
         on_round: OnRound | None = None,
     ) -> list[Trajectory]:
-        """See `RolloutEngine.run`. Raises WorkerError if a worker raised, or hangs, for good.
+        """See `RolloutEngine.run`. Raises WorkerError if a worker raised or hangs for good.
 
-        Idle workers train only in rollouts that are learnt from: those with a sink.
+        Idle workers train only during rollouts with a sink, which the run learns from.
         """
         self.check(spec, requests)
         max_tokens = longest_tokens(requests, spec.sampling)
@@ -111,7 +111,7 @@ class MultiEngine:
             self.stats.pool = session.new_pool_counts()
 
     def check(self, spec: RolloutSpec, requests: Sequence[Request]) -> None:
-        """Raise ValueError for requests that cannot run, before a worker has them."""
+        """Raise ValueError for requests that cannot run, before any worker receives them."""
         self.engines[0].check(requests, spec.sampling)
         spec.endings(requests)
 
@@ -152,7 +152,7 @@ class MultiEngine:
                 f"worker holds Sched.kv_tokens={config.kv_tokens}: raise it, or leave it out"
             )
         held = slots * max_tokens
-        if first.config.pages:  # a cache may hold less
+        if first.config.pages:  # a paged cache may hold less
             held = first.kv_tokens(slots, max_tokens)
         limit_s = self._hang_limit_s
         if self._in_threads:
@@ -179,7 +179,7 @@ def collected(
     on_finish: OnFinish | None,
     on_round: OnRound | None,
 ) -> list[Trajectory]:
-    """Return the responses to requests of one step, in their order, once all have come."""
+    """Wait for the responses of one step, and return them in the order of `requests`."""
     done: dict[int, Trajectory] = {}
     while len(done) < len(requests):
         result = next_result()
@@ -202,9 +202,9 @@ def make_engines(
     dtype: np.dtype,
     feature_layers: tuple[int, ...] | None = None,
 ) -> list[Engine]:
-    """Return an engine for each worker, on separate devices while there are any.
+    """Return an engine for each worker, on separate devices as long as there are enough.
 
-    Raises ValueError if workers of several devices do not fit into this process's.
+    Raises ValueError if multi-device workers need more devices than this process has.
     """
     default, size = jax.local_devices()[0], config.devices_per_worker
     alone = jax.process_count() == 1  # else weights come from a mesh, bound to a device
@@ -220,7 +220,7 @@ def make_engines(
     for i in range(config.workers):
         mine = [devices[(i * size + j) % len(devices)] for j in range(size)]
         options: dict[str, Any] = {"mesh": rollout_mesh(mine, model.num_kv_heads)}
-        if size == 1:  # the default device's programs are there
+        if size == 1:  # reuses the programs of the default device
             options = {"device": None if alone and mine[0] == default else mine[0]}
         options["feature_layers"] = feature_layers
         engines.append(Engine(model, engine, dtype=dtype, number=i, **options))
@@ -230,9 +230,9 @@ def make_engines(
 def split_devices(
     config: SchedConfig, devices: Sequence[jax.Device]
 ) -> tuple[Sequence[jax.Device], Sequence[jax.Device]]:
-    """Return the trainer's devices and the workers', all of one process.
+    """Return the devices of the trainer and the devices of the workers, in one process.
 
-    They are separate if workers run during training and there are enough.
+    The devices are separate if workers run during training and there are enough.
     """
     needed = config.workers * config.devices_per_worker
     if not config.beside_training or needed >= len(devices):

@@ -1,4 +1,4 @@
-"""The places of a run's workers, which outlive them: `call(commands) → Future[Report]`.
+"""Places, which run workers and outlive them: `call(commands) → Future[Report]`.
 
 `ThreadPlace` runs a worker in a thread, `rl.ray_workers.place.RayPlace` in an actor.
 """
@@ -17,18 +17,18 @@ from reprise.rl.workers.messages import Command, Report, WorkerLimits
 from reprise.rl.workers.worker import RolloutWorker
 
 T = TypeVar("T")
-ROUNDS_S = 0.1  # a call without an event returns after as long
+ROUNDS_S = 0.1  # a call without events returns after this time
 
 
 class IdleWork(Protocol):
-    """Work for workers without requests (`rl.drafter_training.spot_trainer`), from any thread."""
+    """Work for workers without requests (`rl.drafter_training.spot_trainer`); thread-safe."""
 
     def rollout_began(self) -> None:
-        """Requests are assigned: from now on a worker without any is idle."""
+        """Record that requests are assigned, so that workers without requests are idle."""
         ...
 
     def rollout_ended(self) -> None:
-        """No worker is idle any more; return once no unit of work runs."""
+        """Record that no worker is idle any more; return once no unit of work runs."""
         ...
 
     def joined(self, worker_id: int) -> None: ...
@@ -36,62 +36,62 @@ class IdleWork(Protocol):
     def lost(self, worker_id: int, *, hangs: bool = False) -> None: ...
 
     def spare(self, worker_id: int, runner: Engine) -> bool:
-        """Do one unit of work on an idle worker's devices; return False if there is none."""
+        """Do one unit of work on the devices of an idle worker; return False without work."""
         ...
 
     def busy(self, worker_id: int) -> None:
-        """A request has come for a worker that may have been idle."""
+        """Record that a worker, which may have been idle, has received a request."""
         ...
 
     def dismiss(self) -> None:
-        """The workers' threads have ended."""
+        """Record that the worker threads have stopped."""
         ...
 
 
 class Place(Protocol):
-    """The place of one worker. A future of a lost worker fails, or never ends."""
+    """The place of one worker. Futures of a lost worker fail, or never complete."""
 
     name: str
-    may_return: bool  # a lost worker is started again by itself
+    may_return: bool  # a lost worker restarts by itself
     hang_limit_s: float  # of a call
 
     @property
     def where(self) -> str:
-        """Return the devices of its worker."""
+        """Return the devices of the worker."""
         ...
 
     @property
     def is_ready(self) -> bool: ...
 
     def announce(self, spec: RolloutSpec) -> None:
-        """Prepare for a rollout that will be submitted; called by the owner."""
+        """Prepare for a rollout that will be submitted; called by the session owner."""
         ...
 
     def join(self, limits: WorkerLimits) -> None:
-        """Start a session's worker."""
+        """Start the worker of a session."""
         ...
 
     def call(self, commands: Sequence[Command]) -> Future[Report]: ...
 
     def nudge(self) -> None:
-        """Have a call that runs return after its round."""
+        """Make a running call return after its current round."""
         ...
 
     def spare(self, work: IdleWork, worker_id: int) -> Future[bool]:
-        """Do a unit of idle work on the worker's devices."""
+        """Do a unit of idle work on the devices of the worker."""
         ...
 
     def leave(self, *, abort: bool) -> Future[Any]:
-        """End a session's worker."""
+        """Stop the worker of a session."""
         ...
 
     def abandon(self) -> None:
-        """Give up a worker that is lost: nothing waits for it."""
+        """Give up a lost worker, without waiting for it."""
         ...
 
 
 class DaemonThread:
-    """Calls functions in order; a hang does not keep the program from ending."""
+    """A thread that calls functions in order; a hung call does not block program exit."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
@@ -105,7 +105,7 @@ class DaemonThread:
         return future
 
     def end(self) -> None:
-        """End it after the calls so far; does not wait."""
+        """Stop the thread after the calls so far, without waiting."""
         self._calls.put(None)
 
     def _run(self) -> None:
@@ -115,13 +115,13 @@ class DaemonThread:
                 future.set_result(work())
             except BaseException as error:
                 future.set_exception(error)
-            del call, future, work  # a result holds keys and values
+            del call, future, work  # a result may hold keys and values
 
 
 class ThreadPlace:
-    """A worker in a thread of this process, with the engine of `engines` at `index`.
+    """A worker in a thread of this process, with the engine `engines[index]`.
 
-    A thread that hangs cannot be ended: it keeps its engine, and another one takes its place.
+    A hung thread cannot be stopped and keeps its engine; a new engine replaces it in `engines`.
     """
 
     may_return, is_ready = False, True
@@ -139,7 +139,7 @@ class ThreadPlace:
         return self.engine.where
 
     def announce(self, spec: RolloutSpec) -> None:
-        """Each worker places the weights by itself."""
+        """Do nothing, since each worker places the weights itself."""
 
     def join(self, limits: WorkerLimits) -> None:
         self._worker = RolloutWorker(self.engine, limits)

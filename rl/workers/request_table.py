@@ -1,7 +1,7 @@
-"""The unfinished requests of a session: their states as they are known, pooled, or on their way.
+"""The unfinished requests of a session, with states that are known, pooled, or in transit.
 
-A request that leaves a worker is promised under a ticket until its state comes; starts of it on
-other workers wait for that. Beyond `pool_bytes` states are kept without keys and values.
+A worker promises the state of a leaving request under a ticket; starts on other workers wait until
+the state arrives. Beyond `pool_bytes`, states are kept without keys and values.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Waiting = Start | Return
 
 @dataclasses.dataclass(eq=False, slots=True)
 class LiveRequest:
-    """A request that has not ended: its last known state, and the actions that wait for another.
+    """An unfinished request: its last known state, and the actions that wait for a newer state.
 
-    `generated_tokens` may be more than the prefix has: a lost worker reported them.
+    `generated_tokens` exceeds the prefix length if a lost worker had reported more tokens.
     """
 
     step: int
@@ -34,14 +34,14 @@ class LiveRequest:
     waiting: list[Waiting] = dataclasses.field(default_factory=list)
 
     def start(self, kv: HostKv | None, max_tokens: int) -> PartialRequest:
-        """Return the request as a worker starts it; lost tokens add to its `max_tokens`."""
+        """Return the request to send to a worker; lost tokens are added to `max_tokens`."""
         known = 0 if self.prefix is None else len(self.prefix.response_ids)
         limit = max_tokens + self.generated_tokens - known
         return PartialRequest(self.request, self.prefix, kv, limit)
 
 
 class RequestTable:
-    """Live requests by number, and the tickets under which workers promised their states."""
+    """Live requests by id, and the tickets of the states that workers promised."""
 
     def __init__(self, pool_bytes: int) -> None:
         self._pool_bytes = pool_bytes
@@ -64,25 +64,25 @@ class RequestTable:
         self._live[request.request_id] = LiveRequest(step, request)
 
     def remove(self, request_id: int) -> None:
-        """Remove a request that has ended or was dropped."""
+        """Remove a finished or dropped request."""
         live = self._live.pop(request_id)
         self.withdraw(live)
         self.take_kv(live)
 
     def promise(self, request_id: int, worker_id: int) -> int:
-        """Return the ticket under which a worker will return a request's state."""
+        """Return a new ticket for the request state that a worker will send."""
         self._live[request_id].ticket = ticket = next(self._numbers)
         self._tickets[ticket] = request_id, worker_id
         return ticket
 
     def withdraw(self, live: LiveRequest) -> None:
-        """Withdraw a promise: the request stays with its worker, or is gone."""
+        """Cancel the ticket of a request, if it has one."""
         if live.ticket is not None:
             del self._tickets[live.ticket]
             live.ticket = None
 
     def redeem(self, ticket: int, state: PartialRequest | None) -> list[Waiting]:
-        """Keep a promised state, if it came; return the actions that waited for it."""
+        """Store a promised state, if it arrived; return the actions that waited for the ticket."""
         if ticket not in self._tickets:
             return []
         live = self._live[self._tickets[ticket][0]]
@@ -93,13 +93,13 @@ class RequestTable:
         return waiting
 
     def lose(self, worker_id: int) -> Iterator[Waiting]:
-        """Withdraw a lost worker's promises; yield the actions that waited for them."""
+        """Cancel the tickets of a lost worker; yield the actions that waited for them."""
         for ticket, (_, owner) in list(self._tickets.items()):
             if owner == worker_id:
                 yield from self.redeem(ticket, None)
 
     def keep(self, live: LiveRequest, state: PartialRequest) -> None:
-        """Keep a state, with its keys and values if there is room."""
+        """Store a state, with its keys and values if the pool has room."""
         live.prefix, kv = state.prefix, state.kv
         if kv is None:
             return
@@ -111,7 +111,7 @@ class RequestTable:
             self._drop(kv)
 
     def start(self, live: LiveRequest, start: Start) -> PartialRequest:
-        """Return a request as a worker starts it, with keys and values if it wants them."""
+        """Return a request to send to a worker, with keys and values if `start` uses the pool."""
         kv = self.take_kv(live)
         if kv is not None and start.kv is not Kv.POOL:
             self._drop(kv)

@@ -1,4 +1,4 @@
-"""A session of workers as its owner sees it: a thread that runs their driver, its mail and results.
+"""A session of workers: the thread that runs their driver, its mailbox, and its results.
 
 owner ──submit, trained, recall──→ mail ←──reports, errors── calls of workers
                                     │
@@ -29,10 +29,10 @@ from reprise.spec.config import SamplingConfig
 
 
 class Session:
-    """A driver and its thread; a context manager, which starts and ends them.
+    """A driver and its thread, which this context manager starts and stops.
 
-    Any thread may call its methods. `deliver` receives results in the driver's thread, in place of
-    `next_result`. It counts as hung after `hang_limit_s` without a heartbeat.
+    Any thread may call the methods. `deliver` receives results in the driver thread, in place of
+    `next_result`. The driver counts as hung after `hang_limit_s` without a heartbeat.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Session:
 
     @contextlib.contextmanager
     def aborted_at_end(self) -> Iterator[None]:
-        """Enter; requests that still run at the end are given up."""
+        """Enter the session, and abort requests that still run at the exit."""
         self.__enter__()
         try:
             yield
@@ -101,11 +101,11 @@ class Session:
         is_ahead: bool = False,
         oldest: int | None = None,
     ) -> None:
-        """Submit a step's requests; without `spec` further ones that an earlier step waits for.
+        """Submit requests of a step; without `spec`, more requests that an earlier step waits for.
 
-        Ids are unique among requests that have not ended. `past_tokens` are the lengths of last
-        epoch's responses, by group. Requests `ahead` of their step run on workers that have no
-        others. Steps before `oldest`, by default the one before, are forgotten.
+        Ids must be unique among unfinished requests. `past_tokens` are the response lengths of the
+        last epoch, by group. With `is_ahead`, the requests run on workers without other requests.
+        Steps before `oldest`, by default `step` − 1, are forgotten.
         """
         past, is_urgent = past_tokens or {}, spec is None
         oldest = step - 1 if oldest is None else oldest
@@ -136,13 +136,14 @@ class Session:
         self._mail.put(partial(self._driver.handle, protocol.Trained(step, train_s)))
 
     def recall(self) -> None:
-        """Have requests that were started ahead returned: each is a result, whole or `Returned`."""
+        """Recall requests that were started ahead; they become results, finished or `Returned`."""
         self._mail.put(partial(self._driver.handle, protocol.Recalled()))
 
     def next_result(self, timeout_s: float) -> Trajectory | Deferred | Returned | None:
-        """Return the next result, None after `timeout_s`.
+        """Return the next result, or None after `timeout_s`.
 
-        Raises WorkerError if a worker raised, or hangs, and is not replaced, and Hang.
+        Raises WorkerError if a worker raised or hangs and is not replaced, and Hang if the driver
+        hangs.
         """
         try:
             result = self._results.get(timeout=timeout_s)
@@ -155,7 +156,7 @@ class Session:
         return result
 
     def look_for_hang(self) -> None:
-        """Raise Hang if the driver's thread sends no heartbeat."""
+        """Raise Hang if the driver thread sends no heartbeat."""
         if (silent_s := self._silent_s) > self._hang_limit_s:
             where = code_line(self._thread.ident or 0)
             raise Hang(f"no sign of life for {silent_s:.1f} s from the driver's thread ({where})")
@@ -165,20 +166,20 @@ class Session:
         return self._clock() - self._heartbeat_s
 
     def num_tokens(self, step: int) -> int:
-        """Return the tokens that all workers emitted in a step so far."""
+        """Return the number of tokens that all workers emitted in a step so far."""
         return self._driver.counts.num_tokens(step)
 
     def stats(self, step: int) -> EngineStats:
-        """Return the counts of all workers in a step so far."""
+        """Return the statistics of all workers in a step so far."""
         return self._driver.counts.stats(step)
 
     def new_events(self) -> list[WorkerEvent]:
-        """Return which workers joined and were lost since the last call."""
+        """Return the workers that joined or were lost since the last call."""
         events = self._driver.events
         return [events.popleft() for _ in range(len(events))]
 
     def new_pool_counts(self) -> PoolCounts:
-        """Return the keys and values that moved or were dropped since the last call."""
+        """Return the counts of keys and values moved or dropped since the last call."""
         now, before = self._driver.requests.counts, self._counted
         self._counted = now
         return now.since(before)
@@ -199,7 +200,7 @@ class Session:
         driver.end()
 
     def run_once(self, timeout_s: float) -> None:
-        """Handle the mail that is there, or comes within `timeout_s`; then call workers."""
+        """Handle mail that is waiting or arrives within `timeout_s`, then call the workers."""
         self._heartbeat_s = self._clock()
         self._driver.begin_turn()
         try:
@@ -212,7 +213,7 @@ class Session:
 
 
 def _prefix_tokens(request: Request) -> int:
-    """Return how many tokens a request's first start may add at once."""
+    """Return the number of tokens that the first start of a request may add in one round."""
     cached = 0 if request.cached is None else len(request.cached.tokens)
     known = max(cached, len(request.begun))
     return known + 1 if known else 0

@@ -1,4 +1,4 @@
-"""The counts of a session's workers by step, and the timeline of the workers in it."""
+"""Statistics and timelines of the workers of a session, by step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from reprise.rl.engine.worker_record import WorkerPart, fitted
 
 
 class _Part(NamedTuple):
-    """One rollout of a worker's engine."""
+    """One rollout on the engine of a worker."""
 
-    whole: WorkerPart  # its span covers its calls
+    whole: WorkerPart  # with one span over all calls
     stats: EngineStats
 
     def part(self) -> WorkerPart:
@@ -22,22 +22,22 @@ class _Part(NamedTuple):
 
 
 class StepCounts:
-    """Counts by step. One thread adds, others read."""
+    """Statistics by step. One thread adds, others read."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, dict[int, _Part]] = {}  # by step, and by the rollout's counts
+        self._steps: dict[int, dict[int, _Part]] = {}  # by step, then by `id` of the stats
 
     def begin(self, step: int, oldest: int) -> None:
-        """Begin a step; nothing is kept of steps before `oldest`."""
+        """Start a step, and forget steps before `oldest`."""
         self._steps = {s: parts for s, parts in self._steps.items() if s >= oldest}
         self._steps.setdefault(step, {})
 
     def add(self, step: int, stats: EngineStats, part: WorkerPart) -> None:
-        """Note the counts of a rollout of a worker, and its last call."""
+        """Record the statistics of a worker rollout, and the span of its last call."""
         parts = self._steps.get(step)
         if parts is None:
             return
-        if (known := parts.get(id(stats))) is not None:  # a worker may open a step again
+        if (known := parts.get(id(stats))) is not None:  # a reopened step has new stats
             span = known.whole.busy_s[0][0], part.busy_s[0][1]
             part = dataclasses.replace(known.whole, busy_s=(span,))
         parts[id(stats)] = _Part(part, stats)
@@ -46,7 +46,7 @@ class StepCounts:
         return sum(part.stats.tokens for part in self._parts(step))
 
     def stats(self, step: int) -> EngineStats:
-        """Return the counts of all workers in a step so far, with their timeline."""
+        """Return the statistics of all workers in a step so far, with their timelines."""
         parts = self._parts(step)
         stats = joined([EngineStats(), *(part.stats for part in parts)])
         stats.parts = [part.part() for part in parts]

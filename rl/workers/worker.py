@@ -1,7 +1,8 @@
 """A rollout worker: commands → `step` → events. The same class runs in a thread and in a Ray actor.
 
-Requests run in the rollout of their step, in order of arrival. A request of another step waits
-until the engine has no request, then that step's rollout is opened.
+Requests run in order of arrival. A request of a later step waits until the engine has no request;
+the worker then opens the rollout of that step. A request of an earlier step runs in the open
+rollout, unless `WorkerLimits.has_steps_apart` makes it wait for the rollout of its step.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ MakeSpec = Callable[[Any, contextlib.ExitStack], RolloutSpec]
 
 
 class RolloutWorker:
-    """An engine that runs the requests of a session; one thread calls it.
+    """An engine that runs the requests of a session, called from one thread.
 
-    `make_spec` returns the rollout on the engine's devices from a `Prepare.spec`.
+    `make_spec` turns a `Prepare.spec` into a rollout on the devices of the engine.
     """
 
     def __init__(
@@ -51,12 +52,12 @@ class RolloutWorker:
         self._rollout = contextlib.ExitStack()
         self._step: int | None = None
         self._stats = EngineStats()
-        self.has_mail = False  # set by the caller's thread: `step` returns after its round
+        self.has_mail = False  # set by the driver thread: `step` returns after the current round
 
     def step(self, commands: Sequence[Command], max_s: float) -> Report:
-        """Apply commands, then run rounds until an event, new mail, or for `max_s` seconds.
+        """Apply commands, then run rounds until events occur, mail arrives, or `max_s` passes.
 
-        An exception ends the rollout; the engine stays usable.
+        Returns immediately if idle. An exception closes the rollout; the engine stays usable.
         """
         try:
             events, until_s = self._apply(commands), self.engine.clock() + max_s
@@ -74,7 +75,7 @@ class RolloutWorker:
         return Report(self._step, events, self._stats, self._is_idle)
 
     def close(self, *, abort: bool) -> None:
-        """End the open rollout; with `abort` its undelivered hidden states are dropped."""
+        """Close the open rollout; `abort` drops hidden states that were not delivered."""
         if abort:
             self._rollout.__exit__(RuntimeError, RuntimeError("aborted"), None)
         else:
@@ -109,7 +110,7 @@ class RolloutWorker:
         return events
 
     def _take(self, tickets: Mapping[int, int]) -> list[Event]:
-        """Return requests whose chunks ended, before any command frees their rows otherwise."""
+        """Return requests at the end of a chunk, before another command frees their rows."""
         taken = self.engine.take(list(tickets)) if tickets else ()
         return [Left(tickets[p.request.request_id], p) for some in taken for p in some]
 
@@ -126,7 +127,7 @@ class RolloutWorker:
         return [*released, *queued]
 
     def _admit(self) -> None:
-        """Give the engine the queued requests that may run in the open rollout, or open another."""
+        """Admit queued requests that may run in the open rollout; open the next rollout if due."""
         if self._queue and not self._fits(self._queue[0].step) and not self._runs:
             self._open(self._queue[0].step)
         admitted = []

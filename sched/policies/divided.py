@@ -1,13 +1,13 @@
-"""Divided rollouts: requests run chunk by chunk, each chunk on a worker that has room for it.
+"""Divided rollouts: every chunk of a request runs on a worker with room for that chunk.
 
-Seer, section 4.2 and Algorithm 1. A request starts only if its tokens so far and its whole next
-chunk fit, so nothing is ever preempted. Unlike in the paper, a request stays on its worker unless
-another one has much more room.
+Source: Seer, section 4.2 and Algorithm 1. A request starts only if its tokens so far and its whole
+next chunk fit, so no request is ever preempted. Unlike in the paper, a request stays on its worker
+unless another worker has much more room.
 
 group_fifo      whole groups bound to a worker, which admits and preempts: synchronous trainers
 divided_fifo    chunks, first come, first served
-seer            chunks, probes first, then the longest by the estimate of their group
-oracle          chunks, the longest first, by their true lengths
+seer            chunks, probes first, then the longest by the group estimate
+oracle          chunks, the longest first by true length
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from reprise.sched.request import Group, RequestState, Status, Worker
 
 PreferPool = Callable[[int], bool]  # tokens so far → whether a copy is cheaper than prefill
 Key = TypeVar("Key", int, float, tuple[int, ...])
-SPARE = 16  # outdated entries that are always kept
+SPARE = 16  # outdated entries that are always allowed
 
 
 class LazyHeap(Generic[Key]):
-    """Numbers by their keys, the smallest key first; ties go by number.
+    """A heap of numbers by key, the smallest key first; ties go to the smaller number.
 
-    `set` and `first` take O(log n), `drop` O(1), amortized: the heap has at most 2n + SPARE
-    entries.
+    `set` and `first` take O(log n) and `drop` O(1), amortized, since the heap has at most
+    2n + SPARE entries.
     """
 
     def __init__(self) -> None:
@@ -76,19 +76,19 @@ class LazyHeap(Generic[Key]):
 
 
 class Order(Protocol):
-    """The waiting requests, and only these, in starting order."""
+    """A queue of the waiting requests, in starting order."""
 
     def push(self, request: RequestState, group: Group) -> None:
-        """Add a request, new or after a chunk."""
+        """Add a request that is new or has finished a chunk."""
 
     def put_back(self, request: RequestState, group: Group) -> None:
-        """Return the request from the last `pop`, which no worker had room for."""
+        """Put back the request from the last `pop`, if no worker had room."""
 
     def pop(self) -> RequestState | None:
-        """Remove and return the next request; None if nothing waits."""
+        """Remove and return the next request, or None if no request waits."""
 
     def group_changed(self, group: Group) -> None:
-        """Update after a request of the group has ended or reached the end of a chunk."""
+        """Update after a request of the group has finished or reached the end of a chunk."""
         return None
 
 
@@ -109,7 +109,7 @@ class Fifo(Order):
 
 
 class UrgentFirst(Order):
-    """Urgent requests first come, first served; then all others by `order`."""
+    """Urgent requests first come, first served; then all other requests by `order`."""
 
     def __init__(self, order: Order) -> None:
         self._urgent, self._order = Fifo(), order
@@ -131,7 +131,7 @@ class UrgentFirst(Order):
 
 
 class LongestKnown(Order):
-    """The longest first, by lengths known in advance (Seer's oracle)."""
+    """The longest request first, by lengths known in advance (Seer's oracle)."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, RequestState]] = []
@@ -154,10 +154,10 @@ class LongestKnown(Order):
 class ContextAware(Order):
     """Seer's order (Algorithm 1).
 
-    The first request of each group is its probe. Probes go first, those with the fewest tokens
-    before the others. The others follow by the estimate of their group, L̂ = the longest so far, or
-    the limit until one has finished. A share `explore` of the picks goes to the least-served group;
-    the paper has no figure for it. Methods take O(log groups), amortized.
+    The first request of each group is its probe. Probes go first, the fewest tokens first. Other
+    requests follow, the longest first by the estimate of their group, L̂ = the longest response so
+    far, or the limit until a response has finished. A share `explore` of the picks goes to the
+    least-served group; the paper gives no number. Methods take O(log groups), amortized.
     """
 
     def __init__(self, *, seed: int, explore: float = 0.05) -> None:
@@ -167,8 +167,8 @@ class ContextAware(Order):
         self._probes: list[tuple[int, int, RequestState]] = []
         self._probe_of: dict[int, int] = {}  # group → request
         self._waiting: dict[int, collections.deque[RequestState]] = {}  # requests other than probes
-        self._by_estimate: LazyHeap[int] = LazyHeap()  # groups with such requests, by −L̂
-        self._by_service: LazyHeap[int] = LazyHeap()  # the same, by tokens served
+        self._by_estimate: LazyHeap[int] = LazyHeap()  # groups with waiting requests, by −L̂
+        self._by_service: LazyHeap[int] = LazyHeap()  # the same groups, by tokens served
 
     def push(self, request: RequestState, group: Group) -> None:
         # requests with tokens go first: their keys and values take room in the pool
@@ -220,14 +220,14 @@ class ContextAware(Order):
 
 
 class WorkerHeap:
-    """The workers that may take a request, the one with the most free positions first; O(log n)."""
+    """The workers that may take a request, the most free positions first; methods are O(log n)."""
 
     def __init__(self, workers: dict[int, Worker]) -> None:
-        self._workers = workers  # the ledger's dictionary
+        self._workers = workers  # shared with the ledger
         self._by_room: LazyHeap[int] = LazyHeap()  # by −free tokens
 
     def update(self, worker_id: int) -> None:
-        """Enter a worker that joined, has other room than before, or is lost."""
+        """Update a worker that joined, is lost, or has other room than before."""
         worker = self._workers.get(worker_id)
         if worker is not None and len(worker.running) < worker.max_requests:
             self._by_room.set(worker_id, worker.reserved_tokens - worker.kv_tokens)
@@ -243,7 +243,7 @@ class WorkerHeap:
 class Divided:
     """A scheduler that picks requests by `order` and reserves room for their whole next chunk.
 
-    An event takes O(log workers + log groups), amortized, and the same for each request that it
+    An event takes O(log workers + log groups), amortized, plus the same for each request that it
     submits, starts or sets waiting.
     """
 
@@ -298,7 +298,7 @@ class Divided:
         return actions
 
     def _choose_worker(self, request: RequestState, tokens: int, best: Worker) -> Worker:
-        """Return its last worker if that has at least half of the most free room, or the best."""
+        """Return the last worker if it has at least half the free room of `best`, else `best`."""
         if request.worker_id is None:
             return best
         last = self._ledger.workers.get(request.worker_id)

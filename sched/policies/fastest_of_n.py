@@ -1,10 +1,10 @@
-"""Stragglers answered several times, by other methods of drafting (SpecActor, Algorithm 3).
+"""Copies of straggling requests with other drafting methods (SpecActor, Algorithm 3).
 
-    requests       → a scheduler that handles no copies
-    their copies   → idle workers, while no request waits
+    requests   → a scheduler that handles no copies
+    copies     → idle workers, while no request waits
 
-A copy has the request's noise, hence its tokens: the first to end is the answer, the others are
-dropped. A worker that is to start a request drops its copies.
+A copy has the same noise as the request, hence the same tokens. The first response to finish is
+the answer, and the others are dropped. A worker drops its copies before it starts a request.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from reprise.sched.protocol import (
 )
 from reprise.sched.request import COPIES, MAX_COPIES, Kv, RequestSpec, copy_of
 
-# (tokens of prompt and response, the maximum of tokens left) → whether to copy
+# (tokens of prompt and response, maximum tokens left) → whether to copy
 Worth = Callable[[int, int], bool]
 
 
 class FastestOfN:
-    """A scheduler that copies requests of `scheduler` to the workers that it leaves idle.
+    """A scheduler that copies requests of `scheduler` to workers that `scheduler` leaves idle.
 
-    Each worker drafts by one of `num_methods`, for up to `max_copies` requests, the lowest
-    acceptance first, if `worth` it. An event takes O(workers + requests) once nothing waits, else
-    O(copies).
+    Each idle worker drafts with one of `num_methods`, for up to `max_copies` requests that `worth`
+    accepts, the lowest acceptance first. An event takes O(workers + requests) once no request
+    waits, else O(copies).
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class FastestOfN:
             )
         self._scheduler, self._worth, self._max_copies = scheduler, worth, max_copies
         self._methods = [str(k) for k in range(1, num_methods + 1)]
-        self._specs: dict[int, RequestSpec] = {}  # of requests that have not ended
-        self._running: dict[int, Start] = {}  # the requests' own starts
-        self._tokens: dict[int, int] = {}  # last reported
+        self._specs: dict[int, RequestSpec] = {}  # of unfinished requests
+        self._running: dict[int, Start] = {}  # starts that are not copies
+        self._tokens: dict[int, int] = {}  # as last reported
         self._acceptance: dict[int, float] = {}
         self._workers: dict[int, WorkerJoined] = {}
-        self._copies: dict[int, Start] = {}  # by number
+        self._copies: dict[int, Start] = {}  # by copy number
         self._answered: set[int] = set()  # waiting requests that a copy has answered
 
     @property
@@ -101,7 +101,7 @@ class FastestOfN:
         return [*dropped, *self._started(self._scheduler.handle(event, now_s), now_s)]
 
     def _started(self, actions: Iterable[Action], now_s: float) -> list[Action]:
-        """Record started requests; report one as finished if a copy already completed it."""
+        """Record started requests; report a request as finished if a copy already completed it."""
         result: list[Action] = []
         for action in actions:
             if not isinstance(action, Start):
@@ -117,7 +117,7 @@ class FastestOfN:
         return result
 
     def _end(self, start: Start, now_s: float) -> Sequence[Action]:
-        """Report to the scheduler that a request has ended at its latest start."""
+        """Report to the scheduler that the latest start of a request has finished."""
         tokens = self._tokens.pop(start.request_id)
         ended = Finished(start.request_id, start.worker_id, start.chunk, tokens)
         return self._scheduler.handle(ended, now_s)
@@ -125,14 +125,14 @@ class FastestOfN:
     # -- copies --------------------------------------------------------------------------
 
     def _copy_ended(self, event: Finished | ChunkDone, now_s: float) -> list[Action]:
-        """Take a copy's answer: end the request and its other copies."""
+        """Accept the answer of a copy; stop the request and its other copies."""
         if isinstance(event, ChunkDone) or not _is_of(self._copies.get(event.request_id), event):
             return []  # a dropped copy
         del self._copies[event.request_id]
         request_id, _ = copy_of(event.request_id)
         self._tokens[request_id] = event.generated_tokens
         actions, own = self._forget(request_id), self._running.pop(request_id, None)
-        if own is None:  # it waits, and ends once it would be started
+        if own is None:  # the request waits; it finishes when the scheduler starts it
             self._answered.add(request_id)
             return actions
         actions.append(Drop(request_id, own.worker_id))
@@ -152,7 +152,7 @@ class FastestOfN:
         return [Drop(number, self._copies.pop(number).worker_id) for number in numbers]
 
     def _copy(self) -> list[Action]:
-        """Give idle workers copies while all remaining requests run (Algorithm 3)."""
+        """Start copies on idle workers if all remaining requests run (Algorithm 3)."""
         if not self._running or len(self._running) < self.num_unfinished:
             return []
         busy = {start.worker_id for start in self._running.values()}
@@ -198,5 +198,5 @@ def _is_of(start: Start | None, event: Finished | ChunkDone) -> bool:
 
 
 def _number(request_id: int, method: str) -> int:
-    """Return the number of the copy that drafts by a method."""
+    """Return the number of the copy that drafts with a method."""
     return request_id + COPIES * int(method)

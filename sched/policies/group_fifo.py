@@ -1,6 +1,6 @@
-"""The baseline: whole groups bound to a worker, as in synchronous trainers.
+"""The baseline, which binds whole groups to a worker, as in synchronous trainers.
 
-All requests start at once; each worker admits and preempts them as its memory allows.
+All requests start immediately; each worker admits and preempts requests as its memory allows.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from reprise.sched.request import RequestState, Worker
 
 
 class GroupFifo:
-    """Deals groups in turn to the instances, in an order shuffled by `seed`.
+    """A round-robin assignment of groups to instances, in an order shuffled by `seed`.
 
-    An instance is `ranks_per_instance` consecutive workers, to which its requests are dealt in
-    turn. The requests of a lost worker are dealt to the others. An event takes O(1), and as much
-    for each request that it deals; the first deal after workers joined or were lost O(workers)
-    more.
+    An instance is `ranks_per_instance` consecutive workers, and deals its requests to these workers
+    round-robin. The requests of a lost worker are dealt to the other workers. An event takes O(1),
+    plus O(1) for each dealt request; the first deal after workers joined or were lost takes
+    O(workers) more.
     """
 
     def __init__(self, *, seed: int, ranks_per_instance: int = 1) -> None:
@@ -29,8 +29,8 @@ class GroupFifo:
         self._rng = np.random.default_rng(seed)
         self._ranks = ranks_per_instance
         self._ledger = Ledger()
-        self._waiting: dict[int, list[RequestState]] = {}  # group → requests that no worker has
-        self._instances: dict[int, list[Worker]] = {}  # none: to be found anew
+        self._waiting: dict[int, list[RequestState]] = {}  # group → unassigned requests
+        self._instances: dict[int, list[Worker]] = {}  # rebuilt when empty
         self._dealt = 0
         self._dealt_in: collections.Counter[int] = collections.Counter()  # by instance
 

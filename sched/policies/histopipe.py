@@ -1,21 +1,22 @@
-"""HistoPipe: consecutive steps in opposite orders, without a barrier between them.
+"""HistoPipe: consecutive steps in opposite orders, without a barrier between steps.
 
-RhymeRL, section 6. Prompts are ranked by the median length of their last epoch's responses and
-cut into ranking groups of equal size (the first tier). Odd steps give the groups to the workers
-shortest first, even steps longest first. A worker starts the next step as soon as it has finished
-its share and the weights are available: rollouts of step s need the update of step s − 2.
+Source: RhymeRL, section 6. Prompts are ranked by the median length of their responses in the last
+epoch, and cut into ranking groups of equal size (the first tier). Steps 0, 2, … give the groups to
+the workers shortest first, steps 1, 3, … longest first. A worker starts the next step as soon as it
+has finished its share and the weights are available: rollouts of step s need the update of step
+s − 2.
 
-The second tier (section 6.4) decides how many workers each group gets, if seconds are known:
+The second tier (section 6.4) sets the number of workers of each group, if seconds are known:
 
     target time of group n:  t(n) = t0 + d·n,   with the smallest d that the workers allow
 
-Times then grow evenly, and two steps in opposite orders fill each other's gaps. Equal parts remain
-if they are predicted to be faster: a group with so many workers that some serve it in both orders
-fills no gaps.
+Times then grow evenly, so that two steps in opposite orders leave no gaps. Equal parts remain if
+they are predicted to be faster: gaps remain if a group has enough workers that some serve it in
+both orders.
 
-A response beyond β times the longest median of its group's prompts is moved: from a short group to
-a worker of a longer group of the same step, from a long one into the next step. Requests that a
-step adds after its others are done run on the least loaded workers and stay there.
+A response beyond β times the longest prompt median in its group is moved: from a short group to a
+worker of a longer group of the same step, from a long group into the next step. Requests that are
+added to a planned step run on the least loaded workers and stay there.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ from reprise.sched.protocol import (
 )
 from reprise.sched.request import RequestState
 
-# τ: (mean length, requests of a worker) → the seconds until the worker has answered them
+# τ: (mean length, requests of a worker) → seconds until all these requests are answered
 Tau = Callable[[float, float], float]
-RoundSeconds = Callable[[float, float, float], float]  # of (requests, positions, nodes of each)
-PRECISION_S, PRECISION = 1.0, 0.01  # of d: the paper's, and as a share of the longest time
+RoundSeconds = Callable[[float, float, float], float]  # (requests, positions, nodes of each)
+PRECISION_S, PRECISION = 1.0, 0.01  # of d: as in the paper, and as a share of the longest time
 
 
 # --- tiers ------------------------------------------------------------------------------
@@ -54,14 +55,14 @@ PRECISION_S, PRECISION = 1.0, 0.01  # of d: the paper's, and as a share of the l
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """Nodes of a request in a round with speculation, and the tokens that the round yields."""
+    """The nodes of a request in a speculative round, and the tokens that the round yields."""
 
     nodes: float = 1.0
     tokens: float = 1.0
 
 
 def tau_of(round_seconds: RoundSeconds, kv_tokens: float, prompt_tokens: float, pace: Pace) -> Tau:
-    """Return τ for rounds of these seconds, with half-full caches and turns if memory is short."""
+    """Return τ for `round_seconds`, with half-full caches, and turns if memory is short."""
 
     def tau(length: float, requests: float) -> float:
         held = prompt_tokens + length / 2
@@ -81,12 +82,13 @@ def allocate(
     train_s: float = 0.0,
     precision_s: float = PRECISION_S,
 ) -> list[int]:
-    """Return the workers of each ranking group, by binary search over d (the paper's figure 12).
+    """Return the workers of each ranking group, by binary search over d (figure 12 of the paper).
 
-    `lengths` are the groups' mean lengths, shortest first; `sizes` are their requests. t0 is the
-    shortest group's time with one worker (the figure has the most workers, against its text), and
-    at least `train_s`, so that no group ends before the next step's weights. Spare workers go to
-    the longest groups. Raises ValueError if there are fewer workers than groups.
+    `lengths` are the mean lengths of the groups, shortest first; `sizes` are their numbers of
+    requests. t0 is the time of the shortest group with one worker (the figure has the most workers,
+    against its text), and at least `train_s`, so that no group finishes before the weights of the
+    next step. Spare workers go to the longest groups. Raises ValueError if there are fewer workers
+    than groups.
     """
     N = len(lengths)
     if num_workers < N:
@@ -98,7 +100,7 @@ def allocate(
     t0 = max(tau(lengths[0], sizes[0]), train_s)
 
     def affordable(d: float) -> list[int] | None:
-        """Return the minimum of workers that meet every target, or None if there are too few."""
+        """Return the minimum workers that meet every target, or None if there are too few."""
         plan = []
         for n, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
             target_s, counts = t0 + n * d, range(1, max_workers + 1)
@@ -111,7 +113,7 @@ def allocate(
     longest_s = tau(lengths[-1], sizes[-1])
     low, high = 0.0, max(longest_s - t0, 0.0) / max(N - 1, 1)
     precision_s = min(precision_s, PRECISION * longest_s)
-    while (plan := affordable(high)) is None:  # groups between the ends may need a larger d
+    while (plan := affordable(high)) is None:  # groups in the middle may need a larger d
         low, high = high, 2 * high + precision_s
     while high - low > precision_s:
         middle = (low + high) / 2
@@ -132,7 +134,7 @@ def two_tiers(
     *,
     train_s: float = 0.0,
 ) -> list[int]:
-    """Return `allocate`'s plan, or equal parts if two steps in opposite orders end sooner so."""
+    """Return the plan of `allocate`, unless equal parts finish two opposite steps no later."""
     even = evenly(len(lengths), num_workers)
     plan = allocate(lengths, sizes, num_workers, tau, train_s=train_s)
     times = [seconds_of_two_steps(lengths, sizes, p, tau) for p in (plan, even)]
@@ -142,7 +144,7 @@ def two_tiers(
 def seconds_of_two_steps(
     lengths: Sequence[float], sizes: Sequence[int], plan: Sequence[int], tau: Tau
 ) -> float:
-    """Return when the last worker finishes two steps of these groups in opposite orders."""
+    """Return the seconds until the last worker finishes two steps in opposite orders."""
     times = [
         tau(length, size / workers)
         for length, size, workers in zip(lengths, sizes, plan, strict=True)
@@ -152,7 +154,7 @@ def seconds_of_two_steps(
 
 
 def evenly(num_groups: int, num_workers: int) -> list[int]:
-    """Return the first tier's allocation: equal parts, one worker more for the first groups."""
+    """Return the first-tier allocation, equal parts with the remainder to the first groups."""
     whole, rest = divmod(num_workers, num_groups)
     if not whole:
         raise ValueError(f"expected a worker for each of {num_groups} ranking groups")
@@ -171,12 +173,14 @@ def ranking_groups(keys: Sequence[float], num_groups: int) -> list[list[int]]:
 
 @dataclasses.dataclass(frozen=True)
 class HistoPipeConfig:
-    """`last_share` is α: only the last requests of a group to finish are moved.
+    """The settings of HistoPipe.
 
-    β is the quantile `growth_quantile` of the growth of responses since the epoch before, over one
-    epoch's prompts, and at least `least_growth`. A request that is too long but not among the last
-    is checked again after every `check_tokens`. `tau` returns the τ for the next step (the second
-    tier; None: equally many workers). `train_s` is the time of an update until one is measured.
+    `last_share` is α: only this share of a group, the last requests to finish, is moved. β is the
+    quantile `growth_quantile` of the growth of responses since the previous epoch, over the last
+    `epoch_prompts`, and at least `least_growth`. A request that is too long but not among the last
+    is checked again after every `check_tokens`. `tau` returns τ for the next step (the second
+    tier); without `tau`, groups get equal numbers of workers. `train_s` is the time of an update
+    until an update is measured.
     """
 
     num_steps: int
@@ -192,7 +196,7 @@ class HistoPipeConfig:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Share:
-    """A ranking group of one step; `waiting` holds its unstarted requests by worker."""
+    """A ranking group of one step; `waiting` holds the unstarted requests by worker."""
 
     step: int
     index: int
@@ -203,15 +207,15 @@ class _Share:
     num_unfinished: int = 0
 
 
-_Loads = list[tuple[int, int, int, _Share]]  # a heap: (requests, worker, place of its group, group)
+_Loads = list[tuple[int, int, int, _Share]]  # a heap: (requests, worker, place of group, group)
 
 
 class HistoPipe:
-    """The scheduler; steps must be submitted in order, each with all its requests at once.
+    """The scheduler; steps must be submitted in order, each with all its requests in one event.
 
-    Later submissions for the latest step add requests to it. A request that ends or is checked
-    takes O(1); a move, an update, and a worker that joins or is lost O(workers); each request of a
-    lost worker O(log workers) more.
+    Later submissions for the latest step add requests to that step. A request that finishes or is
+    checked takes O(1). A move, an update, and a worker that joins or is lost take O(workers); each
+    request of a lost worker takes O(log workers) more.
     """
 
     def __init__(self, config: HistoPipeConfig) -> None:
@@ -221,14 +225,14 @@ class HistoPipe:
         self._num_steps = 0  # submitted so far
         self._at: dict[int, int] = {}  # worker → its current step
         self._left: dict[int, int] = {}  # worker → its started, unfinished requests
-        self._trained = -1  # the latest step whose weights are available
+        self._trained = -1  # the latest step with available weights
         self._share_of: dict[int, _Share] = {}  # request → its ranking group
         self._deferred: list[RequestState] = []  # waiting for a step not yet submitted
         self._unassigned: list[RequestState] = []  # waiting because no worker is left
-        self._moved: set[int] = set()  # unfinished and moved, or added to a planned step
+        self._moved: set[int] = set()  # unfinished, and moved or added to a planned step
         self.num_moved = 0
         self._growth: collections.deque[float] = collections.deque(maxlen=config.epoch_prompts)
-        self._lengths: dict[int, list[int]] = {}  # prompt → its finished lengths
+        self._lengths: dict[int, list[int]] = {}  # prompt → lengths of finished responses
 
     @property
     def num_unfinished(self) -> int:
@@ -265,7 +269,7 @@ class HistoPipe:
         return actions + self._begin_steps(event)
 
     def _plan(self, event: Submitted, requests: Sequence[RequestState]) -> None:
-        """Rank the step's prompts, cut them into groups, and assign these to the workers."""
+        """Rank the prompts of a step, cut them into groups, and assign the groups to workers."""
         number = self._num_steps
         workers = sorted(self._ledger.workers)
         if {event.step, *(spec.step for spec in event.requests)} != {number} or not workers:
@@ -285,7 +289,7 @@ class HistoPipe:
             sizes = [sum(len(by_prompt[i]) for i in group) for group in ranked]
             plan = two_tiers(means, sizes, len(workers), self._config.tau(), train_s=self._train_s)
         if number % 2:
-            workers.reverse()  # the longest groups go to workers that had the shortest
+            workers.reverse()  # the longest groups go to workers that had the shortest groups
         self._steps[number], self._num_steps = [], number + 1
         beta = self._beta()
         for index, members in enumerate(ranked):
@@ -302,7 +306,7 @@ class HistoPipe:
         """Give requests added to a planned step to the least loaded workers."""
         for request in requests:
             self._share_of[request.request_id] = self._steps[self._num_steps - 1][-1]
-            self._moved.add(request.request_id)  # it never moves again
+            self._moved.add(request.request_id)  # the request never moves again
         return self._reassign(requests)
 
     def _enter(self, request: RequestState, share: _Share) -> None:
@@ -327,7 +331,7 @@ class HistoPipe:
                 self._growth.append(statistics.median(lengths) / statistics.median(past))
 
     def _too_long(self, request: RequestState) -> list[Action]:
-        """Move a request that has outgrown its group, if it is among the group's last."""
+        """Move a request that has outgrown its group, if it is among the last of the group."""
         share = self._share_of[request.request_id]
         assert request.worker_id is not None
         if share.num_unfinished > math.ceil(self._config.last_share * share.size):
@@ -366,9 +370,9 @@ class HistoPipe:
         ]
 
     def _assign(self, request: RequestState, loads: _Loads) -> list[Action]:
-        """Give a request to the least loaded worker; start it if the step runs.
+        """Give a request to the least loaded worker, and start it if the worker runs that step.
 
-        `loads` may be outdated by requests given to these workers since.
+        `loads` may be outdated by requests that these workers got since.
         """
         if not loads:
             self._unassigned.append(request)
@@ -387,7 +391,7 @@ class HistoPipe:
         return [self._start(request, worker_id)]
 
     def _lost(self, worker_id: int, running: Sequence[RequestState]) -> list[Action]:
-        """Give the requests of a lost worker to the others of the step."""
+        """Give the requests of a lost worker to other workers of the same step."""
         del self._at[worker_id], self._left[worker_id]
         lost = list(running)
         for share in (s for step in self._steps.values() for s in step):
@@ -413,9 +417,9 @@ class HistoPipe:
         return actions
 
     def _begin_steps(self, event: Event) -> list[Action]:
-        """Let workers that have finished a step start the next one, if it may run.
+        """Start the next step on workers that have finished a step, if the next step may run.
 
-        Only the event's worker can have finished one, unless the event opens a step to all.
+        Only the worker of the event can have finished a step, unless the event opens a step to all.
         """
         actions: list[Action] = []
         workers = self._at if isinstance(event, OF_NO_WORKER) else (event.worker_id,)
@@ -441,7 +445,7 @@ class HistoPipe:
     def _begin(
         self, requests: Sequence[RequestState], worker_id: int, share: _Share
     ) -> Iterator[Action]:
-        """Start a worker's requests of a group, each until it is an outlier; moved ones whole."""
+        """Start requests of a group on a worker, up to the outlier length unless moved."""
         self._left[worker_id] += len(requests)
         for request in requests:
             if request.request_id in self._moved:

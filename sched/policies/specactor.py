@@ -1,21 +1,22 @@
-"""SpecActor's decisions: the number of drafting workers, the window, each request's method.
+"""SpecActor's decisions: the number of drafting workers, the window, the method per request.
 
-    coupled     each worker drafts w tokens, then verifies them:   C(w) / (w · D(b) + V_w(b))
-    decoupled   d of n workers draft for the others meanwhile:     T(w) / max(w · D(b·), V_w(b'))
+    coupled     each worker drafts w tokens, then verifies:       C(w) / (w · D(b) + V_w(b))
+    decoupled   d of n workers draft while the others verify:     T(w) / max(w · D(b·), V_w(b'))
 
-D(b) is the time of a draft token for b requests, V_w(b) of verifying w draft tokens of each. Of R
-requests a worker has b = R / n, a verifying one b' = R / (n − d), a drafting one b· = R / d. A
-draft token is accepted with probability p, so a window brings
+D(b) is the time of a draft token for b requests, and V_w(b) the time to verify w draft tokens of
+each. With R requests, a worker has b = R / n, a verifying worker b' = R / (n − d), and a drafting
+worker b· = R / d. A draft token is accepted with probability p, so a window yields
 
     C(w) = Σ_{i ≤ w} p^i,    T(w) = h · C(w) + 1 − h
 
-tokens; h is the share of rounds that have a draft. Chains that run ahead have one again if the
-whole window and the token after it were right, or if a plain round's token is the drafted one:
-h = p / (1 + p − p^(w+1)). If all cases are drafted, h is profiled.
+tokens; h is the share of rounds with a draft. A chain that runs ahead has a draft for the next
+round if the whole window and the token after it were right, or if the token of a plain round equals
+the drafted token: h = p / (1 + p − p^(w+1)). If all cases are drafted, h is profiled.
 
 Deviations from the paper (section 4): a verifying worker without a draft decodes plainly instead of
-waiting, so a miss brings a token; d is a number of workers for all together. Algorithm 2 plans a
-request as if it were alone; here nodes and drafts have the batch's prices.
+waiting, so a miss yields one token; d counts drafting workers for all verifying workers together.
+Algorithm 2 plans a request as if it were the only request; here the batch sets the prices of nodes
+and drafts.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from typing import TypeVar
 
 import numpy as np
 
-MAX_WINDOW = 32  # draft tokens of a plan
-PRIOR_TOKENS = 23.0  # of a beta law with a standard deviation of 0.1 over requests, at p = 0.6
+MAX_WINDOW = 32  # maximum draft tokens of a plan
+PRIOR_TOKENS = 23.0  # of a beta prior with a standard deviation of 0.1 over requests, at p = 0.6
 EVERY_TOKENS = 1000  # section 4.1
 
 Seconds = Callable[[float], float]  # batch → seconds
 DraftSeconds = Callable[[float], float]  # requests → seconds of a draft token
-VerifySeconds = Callable[[float, int], float]  # (requests, draft tokens of each) → of a round
+VerifySeconds = Callable[[float, int], float]  # (requests, draft tokens of each) → seconds
 Tokens = TypeVar("Tokens", float, np.ndarray)
 
 
@@ -50,12 +51,12 @@ class RequestPlan:
 
 
 def sequential_tokens(p: float, window: int) -> float:
-    """Return C(w), the tokens of a drafted and verified window; one is the verifier's own."""
+    """Return C(w), the tokens of a verified window, including one token of the verifier."""
     return sum(p**a for a in range(window + 1))
 
 
 def decoupled_tokens(p: float, window: int) -> float:
-    """Return the paper's τ_w, the tokens of a window verified while the next one is drafted.
+    """Return τ_w of the paper, the tokens of a window verified while the next is drafted.
 
     A rejection discards the next window, so a partial acceptance counts half:
 
@@ -66,7 +67,7 @@ def decoupled_tokens(p: float, window: int) -> float:
 
 
 def prob_of(mean_tokens: float, window: int) -> float:
-    """Return the p at which a window brings `mean_tokens`: `sequential_tokens` inverted."""
+    """Return the p with `mean_tokens` per window, the inverse of `sequential_tokens`."""
     if not 1 <= mean_tokens <= window + 1:
         raise ValueError(
             f"expected 1 … {window + 1} tokens of {window} draft tokens, got {mean_tokens}"
@@ -82,7 +83,7 @@ def prob_of(mean_tokens: float, window: int) -> float:
 def best_request_plan(
     p: float, drafting: Seconds, verify: Callable[[int], Seconds], batch: float = 1
 ) -> RequestPlan:
-    """Return the better of the best sequential and the best decoupled window."""
+    """Return the fastest plan among all sequential and decoupled windows and plain decoding."""
     best = RequestPlan(0, False, 1 / verify(0)(batch))  # plain decoding
     for window in range(1, MAX_WINDOW + 1):
         draft_s, verify_s = window * drafting(batch), verify(window)(batch)
@@ -101,7 +102,7 @@ def rank_methods(
     verify: Callable[[int], Seconds],
     batch: float = 1,
 ) -> list[str]:
-    """Return the drafting methods, the fastest first, by each one's p: the draft ladder (4.2)."""
+    """Return the drafting methods, fastest first at their p; this is the draft ladder (4.2)."""
     return sorted(
         acceptance,
         key=lambda m: -best_request_plan(acceptance[m], draft[m], verify, batch).tokens_per_s,
@@ -115,7 +116,7 @@ def rank_methods(
 class Prices:
     """The tokens that a batch gets in the seconds of one more draft token, and of one more node.
 
-    Both prices are means over the batch's own draft tokens, since measured seconds grow in steps.
+    Both prices are means over the draft tokens of the batch, since measured seconds grow in steps.
     """
 
     round_s: float
@@ -125,9 +126,9 @@ class Prices:
 
 @dataclasses.dataclass(frozen=True)
 class Acceptance:
-    """The profile of drafts: p of a draft token, and the share `hits` of rounds that have a draft.
+    """The profile of drafts: p of a draft token, and the share `hits` of rounds with a draft.
 
-    `hits` None: for chains that run ahead it follows from p.
+    For chains that run ahead, `hits` is None and the share follows from p.
     """
 
     p: float
@@ -145,14 +146,14 @@ class Acceptance:
         return h * sequential_tokens(self.p, window) + 1 - h
 
     def own_plan(self, prices: Prices, windows: Iterable[int]) -> RequestPlan:
-        """Return one request's plan with the most tokens, less those that it costs the others.
+        """Return the request plan with the most tokens, less the tokens it costs other requests.
 
-            decoupled   1 + h · (C(w) − 1 − w · node) − w · draft             a round
-            coupled     2 + k · (C(v) − 1 − v · node) − w · draft             two rounds
+            decoupled   1 + h · (C(w) − 1 − w · node) − w · draft             per round
+            coupled     2 + k · (C(v) − 1 − v · node) − w · draft             per two rounds
 
-        Coupled rounds take turns: a plain one, during which a window is drafted, then one that
-        verifies the remaining v tokens. A chain keeps v = w − 1 if the plain round's token was its
-        first, k = p; if all cases are drafted, the right one has v = w, k = h.
+        Coupled rounds alternate: a window is drafted during a plain round, and the next round
+        verifies the remaining v tokens. A chain keeps v = w − 1 if the token of the plain round was
+        its first token, k = p; if all cases are drafted, the right case has v = w, k = h.
         """
         best = RequestPlan(0, False, 1 / prices.round_s)
 
@@ -172,9 +173,9 @@ class Acceptance:
 def batch_prices(
     batch: float, window: int, draft: DraftSeconds, verify: VerifySeconds, acceptance: Acceptance
 ) -> Prices:
-    """Return the prices in a batch of b requests, which all have windows of w draft tokens.
+    """Return the prices in a batch of b requests that all have windows of w draft tokens.
 
-    tokens a second      R = b · T(w) / max(w · D(b), V_w(b))
+    tokens per second    R = b · T(w) / max(w · D(b), V_w(b))
     a draft token        R · (D(b) − D(1)) / (b − 1)
     a verified node      R · (V_w(b) − V_0(b)) / (b · w)
     """
@@ -187,7 +188,7 @@ def batch_prices(
 
 @dataclasses.dataclass(frozen=True)
 class WorkerPlan:
-    """`drafting_workers` of all (0: each drafts for itself), and the window (0: no drafts).
+    """The number of drafting workers (0 if each worker drafts), and the window (0 for no drafts).
 
     `tokens_per_s` is the rate of all requests together.
     """
@@ -228,7 +229,7 @@ def plan_workers(
     drafting_workers: Iterable[int],
     windows: Iterable[int],
 ) -> WorkerPlan:
-    """Return the fastest plan of these numbers of workers and windows, or plain decoding."""
+    """Return the fastest plan among `drafting_workers`, `windows` and plain decoding."""
     best = WorkerPlan(0, 0, num_requests / verify(num_requests / num_workers, 0))
     windows = tuple(windows)
     for d in drafting_workers:
@@ -243,13 +244,13 @@ def plan_workers(
 
 
 class Profile:
-    """Counts of accepted and seen draft tokens, of each request by method and of each method.
+    """Counts of accepted and seen draft tokens, per request and method, and per method.
 
-    A draft token is *seen* if all before it in its window were accepted. Earlier steps' acceptance
-    `mean_p` is the prior (section 4.2):
+    A draft token is *seen* if all earlier tokens in its window were accepted. The acceptance
+    `mean_p` of earlier steps is the prior (section 4.2):
 
         p of a method             (accepted + k · mean_p) / (seen + k)
-        p of a request's method   (accepted + k · p of the method) / (seen + k),  k = prior_tokens
+        p of request and method   (accepted + k · p of the method) / (seen + k),  k = prior_tokens
     """
 
     def __init__(self, mean_p: Mapping[str, float], prior_tokens: float = PRIOR_TOKENS) -> None:
@@ -258,7 +259,7 @@ class Profile:
         self._of_request: dict[tuple[int, str], tuple[int, int]] = {}
 
     def observe(self, request: int, method: str, accepted: int, seen: int) -> None:
-        """Add draft tokens of this request's rounds."""
+        """Add draft tokens from rounds of this request."""
         if not 0 <= accepted <= seen:
             raise ValueError(f"expected at most {seen} accepted of {seen} seen, got {accepted}")
         before = self._of_request.get((request, method), (0, 0))
@@ -267,16 +268,16 @@ class Profile:
         self._of_method[method] = (before[0] + accepted, before[1] + seen)
 
     def p_of_method(self, method: str) -> float:
-        """Return the acceptance of all requests' draft tokens by this method."""
+        """Return the acceptance of draft tokens by this method, over all requests."""
         return self._p(self._of_method[method], self._mean_p[method])
 
     def p_of_request(self, request: int, method: str) -> float:
-        """Return the acceptance of a request's draft tokens by this method."""
+        """Return the acceptance of draft tokens by this method for a request."""
         counted = self._of_request.get((request, method), (0, 0))
         return self._p(counted, self.p_of_method(method))
 
     def forget(self, request: int) -> None:
-        """Drop a request that has ended; its method keeps the counts."""
+        """Drop a finished request; the counts of its methods remain."""
         for method in self._mean_p:
             self._of_request.pop((request, method), None)
 
@@ -286,11 +287,11 @@ class Profile:
 
 
 class Reconfiguration:
-    """Individual plans for requests that are accepted less than the average (Algorithm 2).
+    """Individual plans for requests with below-average acceptance (Algorithm 2).
 
-    Whenever a request has passed `every_tokens` more tokens it gets `own_plan(p)`, the fastest at
-    its profiled p, or `common`, the plan of the batch, unless its p is below the method's. Plans
-    are cached by p in hundredths.
+    After every `every_tokens` tokens, a request gets `own_plan(p)`, the fastest plan at its
+    profiled p, if p is below the p of its method, else `common`, the plan of the batch. Plans are
+    cached by p in hundredths.
     """
 
     def __init__(
@@ -306,13 +307,13 @@ class Reconfiguration:
         self._plan_at = functools.cache(lambda hundredths: own_plan(hundredths / 100))
 
     def is_due(self, before_tokens: Tokens, tokens: Tokens) -> bool | np.ndarray:
-        """Return ⌊tokens / every_tokens⌋ > ⌊before_tokens / every_tokens⌋, of arrays too."""
+        """Return ⌊tokens / every_tokens⌋ > ⌊before_tokens / every_tokens⌋, also for arrays."""
         return tokens // self._every_tokens > before_tokens // self._every_tokens
 
     def plan_when_due(
         self, request: int, before_tokens: float, tokens: float, profile: Profile
     ) -> RequestPlan | None:
-        """Return the new plan of a request that had `before_tokens`; None if none is due."""
+        """Return the new plan of a request that had `before_tokens`, or None if no plan is due."""
         if not self.is_due(before_tokens, tokens):
             return None
         p = profile.p_of_request(request, self._method)
@@ -341,12 +342,12 @@ def assign_drafters(
     max_batch: int,
     helps: Callable[[int, str, int, int], bool] = lambda request, method, worker, batch: True,
 ) -> dict[tuple[int, str], int]:
-    """Return {(request, method): freed worker that drafts for it}, as added (Algorithm 3).
+    """Return the added {(request, method): worker that drafts for the request} (Algorithm 3).
 
-    Freed workers go to the method with the fewest; then each method's workers take requests, the
-    lowest acceptance first, up to `max_batch` each. `serving` and `load` are the workers of each
-    method and their requests so far. A method skips a request if `helps(request, method, worker,
-    the worker's requests with this one)` is false.
+    Freed workers go to the method with the fewest workers. The workers of a method then take
+    requests, the lowest acceptance first, up to `max_batch` each. `serving` holds the workers of
+    each method, and `load` the number of requests per worker so far. A method skips a request if
+    `helps(request, method, worker, batch)` is false, where `batch` includes this request.
     """
     workers = {method: set(serving.get(method, ())) for method in methods}
     loads = dict(load)
@@ -355,7 +356,7 @@ def assign_drafters(
         workers[method].add(worker)
     added: dict[tuple[int, str], int] = {}
     for method in methods:
-        waiting = sorted(acceptance, key=lambda r: (-acceptance[r], -r))  # the lowest is last
+        waiting = sorted(acceptance, key=lambda r: (-acceptance[r], -r))  # lowest acceptance last
         for worker in sorted(workers[method]):
             while waiting and loads.get(worker, 0) < max_batch:
                 request, batch = waiting.pop(), loads.get(worker, 0) + 1

@@ -1,13 +1,13 @@
-"""Training steps: one after the other, or the next one started ahead of its weights.
+"""Training steps in sequence, or with the next step started ahead of its weights.
 
-    StepOrder   sync: a step's rollouts start once the update before is done
-                one_step_off: once the rollouts before are done, with weights one update old
-    Ahead       current step → a scheduler that handles only it
-                next step    → workers without requests of the current one, until recalled
+    StepOrder   sync: rollouts of a step start after the previous update
+                one_step_off: after the previous rollouts, with weights one update old
+    Ahead       current step → a scheduler that handles only this step
+                next step    → workers without requests of the current step, until recalled
 
-Requests started ahead yield at once: a worker that is to start a request of the present step
-releases them. Once the next step's weights are available, all are returned with their tokens, and
-that step is submitted like any other.
+Requests started ahead yield immediately: a worker releases them before it starts a request of the
+current step. Once the weights of the next step are available, all requests started ahead are
+returned with their tokens, and the next step is submitted like any other step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MODES = ("sync", "one_step_off")
 
 
 class StepOrder:
-    """A scheduler that submits a step to `scheduler` once the step before is finished."""
+    """A scheduler that submits a step to `scheduler` once the previous step has finished."""
 
     def __init__(self, scheduler: Scheduler, mode: str) -> None:
         if mode not in MODES:
@@ -85,7 +85,7 @@ class StepOrder:
         step = event.step
         if step < self._next:
             return self._scheduler.handle(event, now_s)
-        if step == self._next + len(self._waiting) - 1:  # more of the last waiting step
+        if step == self._next + len(self._waiting) - 1:  # more requests of the last waiting step
             event = Submitted((*self._waiting.pop().requests, *event.requests), step)
         self._waiting.append(event)
         return ()
@@ -94,17 +94,17 @@ class StepOrder:
 class Ahead:
     """A scheduler that starts requests of the next step on workers that `scheduler` leaves idle.
 
-    A request started ahead runs `chunk_tokens` at a time. Those with the fewest chunks go first,
-    since an early token is more likely to survive verification; among these the longest expected.
-    The next step may be submitted ahead once all of the last one is returned or has ended. An event
-    takes O(log requests), and O(workers) if it may leave a worker idle.
+    A request started ahead runs `chunk_tokens` at a time. Requests with the fewest chunks go first,
+    since an early token is more likely to survive verification; ties go to the longest expected
+    response. A step may be submitted ahead once all requests of the last such step are returned or
+    finished. An event takes O(log requests), plus O(workers) if it may leave a worker idle.
     """
 
     def __init__(self, scheduler: Scheduler, *, chunk_tokens: int) -> None:
         if chunk_tokens < 1:
             raise ValueError(f"expected chunk_tokens >= 1, got {chunk_tokens}")
         self._scheduler, self._chunk_tokens = scheduler, chunk_tokens
-        self._present: dict[int, dict[int, None]] = {}  # the present step's starts, by worker
+        self._present: dict[int, dict[int, None]] = {}  # starts of the current step, by worker
         self._begun = Ledger()
         self._waiting: list[tuple[int, float, int]] = []  # (chunks, −expected, request)
         self._leaving: set[int] = set()  # workers that were sent a Recall
@@ -113,7 +113,7 @@ class Ahead:
 
     @property
     def num_unfinished(self) -> int:
-        """The present step's requests only."""
+        """Return the number of unfinished requests of the current step only."""
         return self._scheduler.num_unfinished
 
     def handle(self, event: Event, now_s: float) -> Sequence[Action]:
@@ -133,10 +133,10 @@ class Ahead:
             self._update_idle(event.worker_id)
         return [*actions, *self._begin()]
 
-    # -- the present step ---------------------------------------------------------------
+    # -- the current step ---------------------------------------------------------------
 
     def _of_present(self, event: Event, now_s: float) -> list[Action]:
-        """Pass on an event; recall requests from the workers that the present step needs."""
+        """Forward an event; recall requests from the workers that the current step needs."""
         returned: list[Action] = []
         self._begun.nothing_held()
         if isinstance(event, REPORTS):
@@ -173,7 +173,7 @@ class Ahead:
         waiting = self._begun.apply(event)
         worker = self._begun.workers.get(event.worker_id)
         if event.worker_id in self._leaving:
-            self._begun.nothing_held()  # it frees all rows
+            self._begun.nothing_held()  # the worker frees all rows
         if worker is not None and not worker.running:
             self._leaving.discard(event.worker_id)
         return self._set_waiting(waiting)
@@ -187,7 +187,7 @@ class Ahead:
         return []
 
     def _recall(self) -> list[Action]:
-        """Return all requests: waiting ones now, others once their worker releases them."""
+        """Return waiting requests now, and running requests once their worker releases them."""
         self._recalled = True
         self._waiting.clear()
         states = list(self._begun.requests.values())
@@ -206,7 +206,7 @@ class Ahead:
         heapq.heappush(self._waiting, (chunks, -expected, request.request_id))
 
     def _begin(self) -> list[Action]:
-        """Start waiting requests on idle workers, those with the most room first."""
+        """Start waiting requests on idle workers, the worker with the most room first."""
         actions: list[Action] = []
         while self._waiting and not self._recalled:
             worker_id = self._idle.first()
@@ -216,7 +216,7 @@ class Ahead:
             request = self._begun.requests[self._waiting[0][2]]
             max_tokens = request.next_tokens(self._chunk_tokens)
             if not worker.fits(request.total_tokens + max_tokens):
-                self._idle.drop(worker_id)  # until a request ends there
+                self._idle.drop(worker_id)  # until a request finishes there
                 continue
             heapq.heappop(self._waiting)
             actions.append(self._begun.start(request, worker, max_tokens, reserve=True))
@@ -224,7 +224,7 @@ class Ahead:
         return actions
 
     def _update_idle(self, worker_id: int) -> None:
-        """Note whether a worker may start a request, after its starts have changed."""
+        """Record whether a worker may start a request, after its starts have changed."""
         worker = self._begun.workers.get(worker_id)
         if worker is None or self._present[worker_id] or worker_id in self._leaving:
             self._idle.drop(worker_id)
@@ -233,7 +233,7 @@ class Ahead:
 
 
 def expected_tokens(request: RequestState, group: Group) -> float:
-    """Return a response's expected length: its limit if neither epoch nor siblings are known."""
+    """Return the expected response length, or the limit if no past or sibling length is known."""
     known = request.spec.past_tokens or (() if group.num_finished else (group.max_new_tokens,))
     past = statistics.median(known) if known else 0
     return max(past, group.longest_tokens)

@@ -2,7 +2,7 @@
 
     lengths, a scheduler, workers → events in order of time → a record of the rollout
 
-Only the simulator knows the lengths; schedulers learn them from requests that end.
+Only the simulator knows the lengths; schedulers learn a length when its request finishes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from reprise.sched.simulator.worker import Counters, RoundModel, RunningStart, S
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """`num_workers` equal workers."""
+    """A cluster of `num_workers` equal workers."""
 
     instance: Costs
     num_workers: int
     max_requests: int = 1024
-    kv_tokens: int | None = None  # None: as many as fit with the weights
+    kv_tokens: int | None = None  # None: fills the memory besides the weights
 
     @property
     def kv_tokens_per_worker(self) -> int:
@@ -47,7 +47,7 @@ class Cluster:
 class WorkerSample:
     """The running requests of a worker from `begin_s` on, and the positions that they hold.
 
-    They held `reached_positions` just before.
+    Just before `begin_s`, running requests held `reached_positions`.
     """
 
     begin_s: float
@@ -77,7 +77,7 @@ class Record:
 
     @property
     def tail_s(self) -> float:
-        """The seconds of the last tenth of the requests alone (Seer, section 6.2.2)."""
+        """Return the seconds with only the last tenth of the requests (Seer, section 6.2.2)."""
         ends = sorted(self.finish_s.values())
         return ends[-1] - ends[math.ceil(0.9 * len(ends)) - 1] if ends else 0.0
 
@@ -103,7 +103,7 @@ class Simulation:
         round_model: RoundModel | None = None,
         keep_samples: bool = False,
     ) -> None:
-        """`lengths` are tokens by request number; without a `round_model` rounds are plain."""
+        """Set up with `lengths`, tokens by request; without a `round_model`, rounds are plain."""
         self._scheduler, self._cluster, self._lengths = scheduler, cluster, lengths
         self._round_model = round_model = round_model or RoundModel(cluster.instance)
         kv_tokens = cluster.kv_tokens_per_worker
@@ -121,7 +121,7 @@ class Simulation:
         self._tokens = self._migrations = 0
 
     def run(self, requests: Sequence[RequestSpec]) -> Record:
-        """Play all requests, submitted at 0, to the end of the last.
+        """Simulate all requests, submitted at time 0, until the last has finished.
 
         Raises RuntimeError if the scheduler lets requests wait forever.
         """
@@ -152,7 +152,7 @@ class Simulation:
         return Record(self._finish_s, self._tokens, counters, samples, self._migrations)
 
     def _advance(self, now_s: float, worker_id: int, version: int) -> None:
-        """Report the requests of a worker that end at `now_s`, unless it has changed since."""
+        """Report the requests of a worker that finish at `now_s`, unless `version` is outdated."""
         worker = self._workers[worker_id]
         if version != worker.version:
             return
@@ -169,17 +169,17 @@ class Simulation:
         self._schedule(worker)
 
     def _ran(self, job: RunningStart) -> None:
-        """Enter the tokens of a start that has ended."""
+        """Record the tokens of a start that has ended."""
         self._generated[job.request_id] = job.generated_tokens
 
     def _finished(self, job: RunningStart, now_s: float) -> None:
-        """Enter a response that has ended."""
+        """Record a finished response."""
         self._finish_s[job.request_id] = now_s
         self._finished_of[job.group_id] += 1
         self._tokens += self._lengths[job.request_id]
 
     def _send(self, event: Event, now_s: float) -> None:
-        """Send an event to the scheduler, and start requests as it decides."""
+        """Send an event to the scheduler, and execute the starts that it returns."""
         started = [self._start(action, now_s) for action in self._scheduler.handle(event, now_s)]
         for worker_id in dict.fromkeys(started):
             self._schedule(self._workers[worker_id])
@@ -210,7 +210,7 @@ class Simulation:
         return action.worker_id
 
     def _verified_tokens(self, request_id: int) -> int:
-        """Return the tokens that a start computes with its prompt without keeping them."""
+        """Return the number of tokens that a start computes with its prompt but discards."""
         return 0
 
     def _schedule(self, worker: SimulatedWorker) -> None:
@@ -240,7 +240,7 @@ def play_policy(
     chunk_tokens: int = 8192,
     keep_samples: bool = False,
 ) -> Record:
-    """Play one policy on one rollout; without a `round_model` rounds are plain."""
+    """Simulate one rollout with one policy; without a `round_model`, rounds are plain."""
     costs = cluster.instance
     scheduler = make_scheduler(
         name,

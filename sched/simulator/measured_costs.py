@@ -1,10 +1,10 @@
-"""The costs of a worker as an engine measured them, instead of by a roofline.
+"""The costs of a worker from engine measurements, instead of a roofline.
 
     round(requests, nodes, positions) = a + b · 2 · positions / requests
 
-from the smallest bucket of slots and nodes that holds them, at several cache lengths; caches are
-half full on average. Prefill and copies take the time of the smallest measured size that holds the
-tokens, in proportion beyond the largest.
+The line comes from the smallest sufficient bucket of slots and nodes, at several cache lengths;
+caches are half full on average. Prefill and copies take the time of the smallest measured size that
+holds the tokens, scaled in proportion beyond the largest size.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from reprise.sched.simulator.roofline import Costs, RoundCost
 
 RoundSeconds = Mapping[tuple[int, int, int], float]  # (slots, nodes, positions of a slot)
-MoveSeconds = Mapping[int, tuple[float, float]]  # tokens → (a copy from the host, a pass)
+MoveSeconds = Mapping[int, tuple[float, float]]  # tokens → (copy from the host, forward pass)
 
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredCosts(Costs):
-    """A worker's `Costs` from tables. Raises ValueError for empty ones."""
+    """The `Costs` of a worker from tables. Raises ValueError for empty tables."""
 
     rounds: RoundSeconds
     moves: MoveSeconds
@@ -35,7 +35,7 @@ class MeasuredCosts(Costs):
 
     @property
     def kv_tokens(self) -> int:
-        """The positions that the engine's rows hold."""
+        """Return the number of positions in the rows of the engine."""
         return max(slots * positions for slots, _, positions in self.rounds)
 
     def round_cost(
@@ -46,7 +46,7 @@ class MeasuredCosts(Costs):
         points = sorted((p, t) for (s, n, p), t in self.rounds.items() if (s, n) == (slots, nodes))
         (first, first_s), (last, last_s) = points[0], points[-1]
         slope = max(0.0, (last_s - first_s) / (last - first)) if last > first else 0.0
-        # more requests than the largest bucket take turns
+        # requests beyond the largest bucket take turns
         turns = max(1.0, num_requests / slots)
         fixed_s = turns * max(0.0, first_s - slope * first)
         return RoundCost(fixed_s, turns * slope * 2 / max(num_requests, 1))

@@ -1,10 +1,11 @@
-"""Seconds of rounds, prefill and copies on an accelerator, by a roofline.
+"""A roofline model of the seconds of rounds, prefill and copies on an accelerator.
 
     round = √((weights / bandwidth)² + (2 · active weights · nodes / peak)²)
-          + max(keys and values / bandwidth, their operations / peak) + exchanges + overhead
+          + max(keys and values / bandwidth, attention / peak) + exchanges + overhead
 
-Matrices and attention run one after the other; within the matrices bytes and operations overlap,
-but not fully if both take long: hence the root. Peaks are the makers' dense bfloat16 figures.
+Matrix products and attention run sequentially. Within matrix products, memory traffic and
+operations overlap, but not fully if both take long, hence the root. Peaks are the manufacturers'
+dense bfloat16 figures.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Protocol
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
-    """One device; operations are dense bfloat16, links go to its node's devices, one way."""
+    """A device; operations are dense bfloat16, link bytes are one-way between devices of a node."""
 
     name: str
     operations_per_s: float
@@ -26,7 +27,7 @@ class Accelerator:
     link_bytes_per_s: float = math.inf
 
 
-# Makers' data sheets.
+# From the manufacturers' data sheets.
 ACCELERATORS = {
     device.name: device
     for device in (
@@ -51,8 +52,9 @@ class ModelShape:
     """The sizes of a model that determine the cost of its rounds.
 
     Each node uses `active_params`. `expert_bytes` of the `weight_bytes` are in experts, and a node
-    uses `experts_per_token` of `num_experts`. `attention_operations` are of one node with one
-    position, `kv_bytes` of one position, all layers; layers pass on `hidden` values of 16 bits.
+    uses `experts_per_token` of `num_experts`. `attention_operations` counts one node that attends
+    to one position, `kv_bytes` one position, both over all layers. Layers pass on `hidden` values
+    of 16 bits.
     """
 
     name: str
@@ -67,7 +69,7 @@ class ModelShape:
     experts_per_token: int = 1
 
     def moved_weight_bytes(self, num_nodes: float, num_ranks: int = 1) -> float:
-        """Return the bytes that a rank reads for `num_nodes` of all ranks; experts drawn evenly."""
+        """Return the bytes that a rank reads for `num_nodes` of all ranks, with uniform experts."""
         if not self.expert_bytes:
             return self.weight_bytes
         missed = (1 - self.experts_per_token / self.num_experts) ** num_nodes
@@ -77,7 +79,7 @@ class ModelShape:
 def dense(
     name: str, params: float, layers: int, heads: int, kv_heads: int, head_dim: int
 ) -> ModelShape:
-    """Return a dense model of 16-bit weights and cache; `params` without input embeddings."""
+    """Return a dense model with 16-bit weights and cache; `params` excludes input embeddings."""
     kv_bytes, operations = (4.0 * layers * n * head_dim for n in (kv_heads, heads))
     return ModelShape(name, params, 2 * params, layers, kv_bytes, operations, heads * head_dim)
 
@@ -86,7 +88,7 @@ def latent(
     name: str, params: float, weight_bytes: float, layers: int, heads: int, hidden: int,
     expert_bytes: float, num_experts: int, experts_per_token: int,
 ) -> ModelShape:  # fmt: skip
-    """Return a model with multi-head latent attention: 512 + 64 values a position and layer."""
+    """Return a model with multi-head latent attention, 512 + 64 values per position and layer."""
     kv_bytes, operations = layers * 576 * 2, layers * heads * 2 * (576 + 512)
     experts = expert_bytes, num_experts, experts_per_token
     return ModelShape(name, params, weight_bytes, layers, kv_bytes, operations, hidden, *experts)
@@ -107,8 +109,8 @@ MODELS = {
         dense("Llama-3.1-70B", 69.5e9, 80, 64, 8, 128),
         dense("Qwen2-VL-72B", 71.5e9, 80, 64, 8, 128),
         latent("Moonlight", 2.9e9, 32e9, 27, 16, 2048, 28.8e9, 64, 6),
-        # experts: all but attention, shared experts and a dense layer of 9.3e9 parameters in 8
-        # bits, and two vocabulary matrices in 16
+        # expert bytes exclude attention, shared experts and a dense layer (9.3e9 parameters in 8
+        # bits), and two vocabulary matrices in 16 bits
         latent("Kimi-K2", 32e9, 1.0e12, 61, 64, 7168, 0.986e12, 384, 8),
     )
 }
@@ -116,24 +118,24 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Efficiency:
-    """The shares of the peaks that are reached, and the fixed seconds; one set for all models.
+    """The reached shares of the peaks, and the fixed seconds, the same for all models.
 
-    `bandwidth` is of memory and links. Every round takes `overhead_s`, a drafter's too, and layers
-    split over several devices take `layer_sync_s` twice, besides their bytes. Fitted to TLT's
-    tables 2, 4 and 7 (plain rounds of 7B on one and two H100; speedups of trees on 32B by batch):
-    `operations` is at the edge of the allowed range.
+    `bandwidth` applies to memory and links. Every round takes `overhead_s`, also in a drafter. A
+    layer split over several devices takes `layer_sync_s` twice, besides its bytes. The values are
+    fitted to TLT's tables 2, 4 and 7 (plain rounds of 7B on one and two H100; speedups of trees on
+    32B by batch); `operations` is at the edge of the allowed range.
     """
 
     bandwidth: float = 0.78
     operations: float = 0.8
     overhead_s: float = 0.9e-3
     layer_sync_s: float = 10e-6  # assumed
-    memory: float = 0.9  # of a device, for weights, keys and values
+    memory: float = 0.9  # share of a device for weights, keys and values
 
 
 @dataclasses.dataclass(frozen=True)
 class RoundCost:
-    """The seconds of a round as a line in the live positions."""
+    """The seconds of a round, linear in the live positions."""
 
     fixed_s: float
     per_position_s: float
@@ -142,24 +144,24 @@ class RoundCost:
         return self.fixed_s + self.per_position_s * positions
 
     def integral(self, positions: float, growth: float, rounds: float) -> float:
-        """Return the seconds of rounds that each add `growth` positions at their end."""
+        """Return the seconds of `rounds` rounds that each add `growth` positions at the end."""
         base, slope = self._at(positions, growth)
         return rounds * (base + slope * rounds / 2)
 
     def rounds(self, positions: float, growth: float, seconds: float) -> float:
-        """Return the rounds that fit in these seconds: the inverse of `integral`."""
+        """Return the number of rounds that fit in `seconds`, the inverse of `integral`."""
         base, slope = self._at(positions, growth)
-        # slope/2 · k² + base · k = seconds, in the form that loses no digits
+        # solve slope/2 · k² + base · k = seconds, in the form without cancellation
         return 2 * seconds / (base + math.sqrt(base * base + 2 * slope * seconds))
 
     def _at(self, positions: float, growth: float) -> tuple[float, float]:
-        """Return the seconds half a round ago, and their increase per round."""
+        """Return the seconds of a round half a round ago, and the increase per round."""
         slope = self.per_position_s * growth
         return self.fixed_s + self.per_position_s * positions - slope / 2, slope
 
 
 class Costs(Protocol):
-    """The seconds and the room of one worker."""
+    """The seconds and the capacity of one worker."""
 
     @property
     def num_ranks(self) -> int: ...
@@ -187,8 +189,8 @@ class Costs(Protocol):
 class Instance(Costs):
     """The devices of one worker, which holds a copy of a model, or one rank of a copy.
 
-    Each of `num_ranks` ranks has separate requests, cache and weights, but only a part of the
-    experts, for the nodes of all ranks.
+    Each of `num_ranks` ranks has separate requests, cache and weights, except that it holds only a
+    part of the experts, and runs them for the nodes of all ranks.
     """
 
     device: Accelerator
@@ -199,7 +201,7 @@ class Instance(Costs):
 
     @property
     def kv_tokens(self) -> int:
-        """The positions that fit with the weights."""
+        """Return the number of positions that fit besides the weights."""
         room = self.efficiency.memory * self.num_devices * self.device.memory_bytes
         remote_bytes = self.model.expert_bytes * (1 - 1 / self.num_ranks)
         return max(0, int((room - self.model.weight_bytes + remote_bytes) / self.model.kv_bytes))
@@ -213,14 +215,14 @@ class Instance(Costs):
         return self.num_devices * self.device.operations_per_s * self.efficiency.operations
 
     def _linear_seconds(self, num_nodes: float, other_nodes: float) -> float:
-        """Return the seconds of all but attention, for these nodes and other ranks' nodes."""
+        """Return the seconds without attention, given the nodes of this rank and of the others."""
         moved = self.model.moved_weight_bytes(num_nodes + other_nodes, self.num_ranks)
         moved_s = moved / self._bytes_per_s
         computed_s = 2 * self.model.active_params * num_nodes / self._operations_per_s
         return math.hypot(moved_s, computed_s) + self._exchange_seconds(num_nodes)
 
     def _exchange_seconds(self, num_nodes: float) -> float:
-        """Return the seconds of exchanges, two a layer: sums, or nodes to their experts."""
+        """Return the seconds of two exchanges per layer: sums, and nodes sent to experts."""
         devices, ranks, efficiency = self.num_devices, self.num_ranks, self.efficiency
         if devices * ranks == 1:
             return 0.0
@@ -235,7 +237,7 @@ class Instance(Costs):
     ) -> RoundCost:
         """Return the cost of a round of `num_requests` trees of `num_nodes`, root included.
 
-        `other_requests` run on the other ranks; None: equally many on each.
+        `other_requests` run on the other ranks; the default is the same number on each rank.
         """
         model, nodes = self.model, num_requests * num_nodes
         if other_requests is None:
@@ -246,11 +248,11 @@ class Instance(Costs):
         return RoundCost(linear_s + self.efficiency.overhead_s, max(read_s, computed_s))
 
     def prefill_seconds(self, tokens: int) -> float:
-        """Return the seconds of a row; a position attends to half of it."""
+        """Return the seconds to prefill a row; a position attends to half the row on average."""
         attention = tokens * self.model.attention_operations * tokens / 2
         attention_s = attention / self._operations_per_s
         return self._linear_seconds(tokens, 0.0) + attention_s + self.efficiency.overhead_s
 
     def copy_seconds(self, tokens: int) -> float:
-        """Return the seconds of copying these positions' keys and values from the host."""
+        """Return the seconds to copy keys and values of `tokens` positions from the host."""
         return tokens * self.model.kv_bytes / (self.num_devices * self.device.host_bytes_per_s)

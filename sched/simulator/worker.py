@@ -1,8 +1,8 @@
-"""A simulated worker: a fluid of rounds between two changes of the running requests.
+"""A simulated worker, a fluid model of rounds between two changes of the running requests.
 
-While nothing joins or leaves, n requests each gain `a` tokens a round, and a round's seconds are a
-line in the live positions, so the next change has a closed form. Requests of different acceptance
-run in lanes, each with a number of tokens per round.
+While no request joins or leaves, n requests each gain `a` tokens per round, and the seconds of a
+round are linear in the live positions, so the next change has a closed form. Requests with
+different acceptance run in lanes, each with a number of tokens per round.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import math
 from reprise.sched.request import Kv
 from reprise.sched.simulator.roofline import Costs, RoundCost
 
-EPSILON_TOKENS = 1e-6  # progress this close to a request's end has reached it
+EPSILON_TOKENS = 1e-6  # a request with fewer tokens left has finished
 WATERMARK = 0.01  # share of the memory that must stay free when a request is admitted
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RunningStart:
-    """A start on a worker, with `todo_tokens` left when it is admitted."""
+    """A start on a worker, with `todo_tokens` left at admission."""
 
     request_id: int
     group_id: int
@@ -32,10 +32,10 @@ class RunningStart:
     lane: int
     kv: Kv
     reserved: bool
-    verified_tokens: int = 0  # computed with its prompt but not kept
-    device_s: float = 0.0  # its equal share of the worker's seconds so far
-    admitted_share_s: float = 0.0  # the worker's `share_s` when it was admitted
-    end: float = 0.0  # of its lane's progress, while it runs
+    verified_tokens: int = 0  # computed with the prompt but discarded
+    device_s: float = 0.0  # equal share of the worker seconds so far
+    admitted_share_s: float = 0.0  # `share_s` of the worker at admission
+    end: float = 0.0  # lane progress at which it finishes, while it runs
     running: bool = False
 
 
@@ -48,7 +48,7 @@ class RoundPlan:
 
 
 class RoundModel:
-    """Decides the rounds of all workers of one instance type: here, rounds without drafts.
+    """A model of the rounds of all workers of one instance type, here without drafts.
 
     `plan` is called whenever the running requests of a worker have changed. An instance is
     `instance.num_ranks` consecutive workers.
@@ -66,17 +66,17 @@ class RoundModel:
         return 0
 
     def changed(self, worker_id: int, num_running: int) -> None:
-        """Note the number of running requests of a worker."""
+        """Record the number of running requests of a worker."""
         instance_id = worker_id // self._instance.num_ranks
         self._together[instance_id] += num_running - self._running[worker_id]
         self._running[worker_id] = num_running
 
     def others(self, worker_id: int) -> int:
-        """Return the requests on the other ranks of the worker's instance."""
+        """Return the number of requests on the other ranks of the same instance."""
         return self._together[worker_id // self._instance.num_ranks] - self._running[worker_id]
 
     def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> RoundPlan:
-        """Return the rounds for these `counts` of running requests by lane; not all are 0."""
+        """Return the plan for these `counts` of running requests by lane, which are not all 0."""
         return RoundPlan(self._instance.round_cost(counts[0], 1, self.others(worker_id)), (1.0,))
 
 
@@ -85,7 +85,7 @@ class Counters:
     """The totals of a worker."""
 
     busy_s: float = 0.0
-    share_s: float = 0.0  # of a request that runs throughout, with equal parts of each second
+    share_s: float = 0.0  # of a request that always runs, if requests share time equally
     tokens: float = 0.0
     preemptions: int = 0
     prefilled_tokens: int = 0
@@ -93,12 +93,12 @@ class Counters:
 
 
 def _is_current(entry: tuple[float, int, RunningStart]) -> bool:
-    """Return False if the job has been preempted since, and perhaps admitted again."""
+    """Return False if the job was preempted, and perhaps readmitted, after this entry."""
     return entry[2].running and entry[0] == entry[2].end
 
 
 class SimulatedWorker:
-    """A worker that `advance` moves in time; `next_s` is when its next request ends."""
+    """A worker that `advance` moves in time; `next_s` is the time of its next event."""
 
     def __init__(
         self,
@@ -118,19 +118,19 @@ class SimulatedWorker:
         self.counts, self._progress = [0] * lanes, [0.0] * lanes
         self._ends: list[list[tuple[float, int, RunningStart]]] = [[] for _ in range(lanes)]
         self._queue: collections.deque[RunningStart] = collections.deque()
-        self._admitted: list[RunningStart] = []  # those that may be preempted, the latest last
-        self._prompts: collections.Counter[int] = collections.Counter()  # by group; computed once
+        self._admitted: list[RunningStart] = []  # preemptible jobs, the latest last
+        self._prompts: collections.Counter[int] = collections.Counter()  # by group, computed once
         self._stall_s = 0.0  # of prefill, before rounds resume
         self._plan: RoundPlan | None = None
-        self._growth = 0.0  # positions a round
-        self._rounds: float | None = None  # to the next event, until something changes
+        self._growth = 0.0  # positions per round
+        self._rounds: float | None = None  # to the next event; None after a change
 
     @property
     def num_running(self) -> int:
         return sum(self.counts)
 
     def start(self, job: RunningStart) -> None:
-        """Start a job now; without a reservation it waits for room."""
+        """Start a job now; a job without a reservation waits for room."""
         if job.reserved:
             self._admit(job)
         else:
@@ -138,7 +138,7 @@ class SimulatedWorker:
         self._changed()
 
     def advance(self, now_s: float) -> None:
-        """Move to `now_s`, at most `next_s`."""
+        """Advance to `now_s`, which is at most `next_s`."""
         elapsed = now_s - self.now_s
         self.now_s = now_s
         if elapsed <= 0:
@@ -152,14 +152,14 @@ class SimulatedWorker:
         self._run(self._current().cost.rounds(self.positions, self._growth, elapsed - stalled))
 
     def next_s(self) -> float:
-        """Return when the next request ends or memory is full, if nothing happens before."""
+        """Return when the next request finishes or memory is full, if nothing changes before."""
         if not self.num_running:
             return math.inf
         rounds, cost = self._rounds_to_event(), self._current().cost
         return self.now_s + self._stall_s + cost.integral(self.positions, self._growth, rounds)
 
     def reach(self, now_s: float) -> list[RunningStart]:
-        """Move to `now_s`, the result of `next_s`; return the jobs that end then."""
+        """Advance to `now_s`, the result of `next_s`; return the jobs that finish then."""
         self._count_busy(now_s - self.now_s)
         self.now_s, self._stall_s = now_s, 0.0
         self._run(self._rounds_to_event())
@@ -178,7 +178,7 @@ class SimulatedWorker:
         return ended
 
     def release(self, now_s: float) -> list[RunningStart]:
-        """Move to `now_s`; remove and return all jobs with the whole tokens generated so far."""
+        """Advance to `now_s`; remove and return all jobs, with whole tokens generated so far."""
         self.advance(now_s)
         entries = [entry for ends in self._ends for entry in ends if _is_current(entry)]
         jobs = [job for _, _, job in entries] + list(self._queue)
@@ -249,7 +249,7 @@ class SimulatedWorker:
                 self._stall_s += self._instance.prefill_seconds(tokens)
                 self.counters.prefilled_tokens += tokens
         elif job.kv is Kv.POOL:
-            # the copy overlaps with other requests' rounds; the request joins them later
+            # the copy overlaps with rounds of other requests; the request joins afterwards
             self.counters.copied_tokens += total
             copy_s = self._instance.copy_seconds(total)
             late_tokens = copy_s / self._instance.round_seconds(self.num_running + 1, total)
@@ -267,7 +267,7 @@ class SimulatedWorker:
         job.running = False
         job.device_s += self.counters.share_s - job.admitted_share_s
         self.counts[job.lane] -= 1
-        done = job.todo_tokens - (job.end - self._progress[job.lane])  # negative during its copy
+        done = job.todo_tokens - (job.end - self._progress[job.lane])  # negative during the copy
         self.positions -= job.prompt_tokens + job.generated_tokens + done
         if not self.num_running:
             self.positions = 0.0
@@ -278,7 +278,7 @@ class SimulatedWorker:
             self._admitted.remove(job)
 
     def _preempt(self) -> None:
-        """Preempt the job that was admitted last, and put it first in the queue."""
+        """Preempt the most recently admitted job, and put it first in the queue."""
         job = self._admitted[-1]
         left = job.end - self._progress[job.lane]
         self._leave(job)

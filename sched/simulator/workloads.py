@@ -26,9 +26,9 @@ from reprise.sched.request import RequestSpec
 class Workload:
     """The requests of one rollout; `sigma` and `group_share` are σ and ρ, `limit_share` is q.
 
-    With this ρ, 16% of responses exceed the median of their prompt's last epoch by at least one of
-    eight ranks (RhymeRL, figure 9: math). σ was fitted to SpecActor's share of idle time; it is not
-    used if q is given.
+    With the default ρ, 16% of responses exceed the median of their prompt in the last epoch by at
+    least one of eight ranks (RhymeRL, figure 9: math). The default σ was fitted to SpecActor's
+    share of idle time; σ is not used if q is given.
     """
 
     num_groups: int
@@ -61,7 +61,7 @@ class Workload:
 
 @functools.cache
 def sigma_of(mean_tokens: float, limit_tokens: int, limit_share: float) -> float:
-    """Return the σ at which lengths of this mean reach the limit with this share."""
+    """Return the σ for this mean length and this share of lengths at the limit."""
     normal = statistics.NormalDist()
     x, below = normal.inv_cdf(1 - limit_share), mean_tokens / limit_tokens - limit_share
     low, high = 0.0, 20.0
@@ -73,12 +73,12 @@ def sigma_of(mean_tokens: float, limit_tokens: int, limit_share: float) -> float
 
 
 def draw_lengths(workload: Workload, *, seed: int) -> np.ndarray:
-    """Return the tokens of every response; int [groups, group size]."""
+    """Return the length of every response in tokens; int [groups, group size]."""
     return draw_epochs(workload, [workload.mean_tokens], seed=seed)[0]
 
 
 def draw_epochs(workload: Workload, means: Sequence[float], *, seed: int) -> np.ndarray:
-    """Return lengths over epochs of these means, with one z_group; int [epochs, groups, size]."""
+    """Return lengths in epochs of these means, with one z_group; int [epochs, groups, size]."""
     rng = np.random.default_rng(seed)
     share, shape = workload.group_share, (workload.num_groups, workload.group_size)
     between = rng.standard_normal((workload.num_groups, 1))
@@ -109,9 +109,9 @@ def _lengths_of_mean(z: np.ndarray, mean_tokens: float, workload: Workload) -> n
 def make_requests(
     workload: Workload, lengths: np.ndarray, *, known: bool = False
 ) -> tuple[list[RequestSpec], dict[int, int]]:
-    """Return the requests, first samples first, and their lengths by number.
+    """Return the requests, first samples first, and their lengths by request number.
 
-    With `known` the requests carry their lengths.
+    With `known`, the requests carry their lengths.
     """
     requests, by_number = [], {}
     sizes = workload.prompt_tokens, workload.limit_tokens

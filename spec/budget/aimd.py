@@ -20,9 +20,9 @@ from reprise.spec.drafter import (
 )
 from reprise.spec.round_times import RoundTimes
 
-START_TOKENS, STEP_TOKENS, MAX_TOKENS = 2, 2, 32  # of windows
-DECAY = 0.9  # of the mean tokens a request, a round
-CLOSED_ROUNDS = 32, 256  # shortest and longest time until a closed gate looks again
+START_TOKENS, STEP_TOKENS, MAX_TOKENS = 2, 2, 32  # first window, step, largest window
+DECAY = 0.9  # per round, of the mean tokens per request
+CLOSED_ROUNDS = 32, 256  # min and max rounds before a closed gate checks again
 
 
 def next_windows(
@@ -31,9 +31,10 @@ def next_windows(
     accepted_A: np.ndarray,
     window_tokens: Sequence[int] | None = None,
 ) -> np.ndarray:
-    """Return the windows after a round: one step more if the whole longest path was accepted.
+    """Return the windows after a round, a step larger if the whole longest path was accepted.
 
-    Otherwise the window starts again. `window_tokens`: first window, step, largest (the paper's).
+    Otherwise the window resets. `window_tokens` holds the first window, the step and the largest
+    window; the default is the paper's.
     """
     start, step, largest = window_tokens or (START_TOKENS, STEP_TOKENS, MAX_TOKENS)
     grown_A = np.minimum(window_A + step, largest)
@@ -42,12 +43,12 @@ def next_windows(
 
 
 class Aimd(Budget):
-    """HistoSpec's windows, with its gate on the batch size (RhymeRL, section 5.4).
+    """HistoSpec's windows and its gate on the batch size (RhymeRL, section 5.4).
 
-    A window is the most draft tokens of a request. A tree (the paper has chains) counts as accepted
-    if its longest path is. The gate makes rounds plain if, by the table and the acceptance so far,
-    trees bring fewer tokens per second. While closed it wants no drafts; when it checks again,
-    refused drafts are compared with the tokens drawn instead.
+    A window limits the draft tokens of a request. A tree (the paper uses chains) counts as accepted
+    if its longest path is accepted. The gate switches to plain rounds if, by the measured times and
+    the acceptance so far, trees yield fewer tokens per second. A closed gate requests no drafts
+    until it checks again; it then compares refused drafts with the tokens drawn instead.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Aimd(Budget):
         self._times, self._window_tokens = times, window_tokens
         index = RequestIndex()
         self._windows = PerRequest(index, window_tokens[0] if window_tokens else START_TOKENS)
-        self._tokens_per_request = 0.0  # of a round of trees, decayed mean
+        self._tokens_per_request = 0.0  # per round with drafts, a decayed mean
         self._closed = PlainSpell(index, *CLOSED_ROUNDS)
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
@@ -76,13 +77,13 @@ class Aimd(Budget):
         return decision
 
     def _pays(self, drafts: Drafts, bucket: tuple[int, int, int], live_tokens: float) -> bool:
-        """Return whether the round seems to bring more tokens a second than plain ones."""
+        """Return whether the round should yield more tokens per second than plain rounds."""
         if self._times is None or not self._tokens_per_request:
             return True
         num_slots, _, num_positions = bucket
         plain_s = self._times(num_slots, num_slots, num_positions, live_tokens)
         round_s = self._times(*bucket, live_tokens)
-        # windows do not apply to active chains of cached responses
+        # windows do not limit chains that continue cached responses
         expected_A = 1 + drafts.prob_AN.sum(axis=1)
         tokens = np.where(drafts.cached_A, expected_A, self._tokens_per_request).mean()
         return plain_s is None or round_s is None or round_s < tokens * plain_s

@@ -1,9 +1,10 @@
-"""BEG-MAB: a bandit chooses which drafters draft, how deep, and how much is verified.
+"""BEG-MAB, a bandit that chooses the drafters, their depth and the number of verified tokens.
 
-Strategies are grouped by the number of draft tokens that they verify; each group serves one range
-of batch sizes, many draft tokens for few requests. Within a range the choice is ε-greedy over the
-median reward of a sliding window. A reward is tokens a second. Unlike in the paper, seconds come
-from the measured table, not from the clock, so that a resumed run repeats its decisions.
+Strategies are grouped by the number of draft tokens that they verify. Each group serves one range
+of batch sizes; smaller batches verify more draft tokens per request. Within a range the choice is
+ε-greedy over the median reward of a sliding window. The reward is tokens per second. Unlike in the
+paper, seconds come from the measured table instead of the clock, so that a resumed run repeats its
+decisions.
 Source: TLT, sections 5.2 (Algorithm 1) and 5.3.
 """
 
@@ -24,12 +25,12 @@ from reprise.spec.budget.union import DrafterUnion
 from reprise.spec.drafter import Acceptance, Drafts, LiveSlots, RoundsDrafter, Source
 from reprise.spec.round_times import RoundTimes
 
-_STRIDE = 2**64  # of the counter between two draws, so that draws never overlap
+_STRIDE = 2**64  # counter distance between two draws, so that draws never overlap
 
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """One arm: drafters (none: plain decoding), their depth and width, and tokens to verify."""
+    """An arm: drafters, their depth and width, and tokens to verify; plain without drafters."""
 
     name: str
     sources: tuple[str, ...]
@@ -39,10 +40,10 @@ class Strategy:
 
 
 class BegMab:
-    """Algorithm 1, with windows of rewards for each strategy and range.
+    """Algorithm 1, with a window of rewards per strategy and range.
 
-    The paper does not define the median of an empty window; here a candidate without a reward in
-    this range goes first, in the order of `strategies`. Decisions are a function of the seed, the
+    The paper does not define the median of an empty window. Here, candidates without a reward in
+    this range are tried first, in the order of `strategies`. Decisions depend only on the seed, the
     draws so far and the recorded rounds.
     """
 
@@ -50,8 +51,8 @@ class BegMab:
         self.config = config
         self._candidates = _by_bucket(strategies, config)  # S_i of bucket i
         self._seed, self._draws = seed, 0
-        self._num_chosen = collections.Counter[str]()  # by name, since `take_chosen`
-        # R_s: tokens a second of the batch
+        self._num_chosen = collections.Counter[str]()  # by name, since the last `take_chosen`
+        # R_s: tokens per second of the batch
         self._rewards = {
             (bucket, s.name): collections.deque[float](maxlen=config.window)
             for bucket, candidates in enumerate(self._candidates)
@@ -59,11 +60,11 @@ class BegMab:
         }
 
     def candidates(self, batch_size: int) -> tuple[Strategy, ...]:
-        """Return V, the strategies for this many requests."""
+        """Return V, the strategies for this batch size."""
         return self._candidates[self._bucket(batch_size)]
 
     def select(self, batch_size: int) -> Strategy:
-        """Choose the strategy of the next round of `batch_size` requests."""
+        """Choose the strategy for the next round of `batch_size` requests."""
         chosen = self._select(batch_size)
         self._num_chosen[chosen.name] += 1
         return chosen
@@ -74,7 +75,7 @@ class BegMab:
         untried = [s for s in candidates if not self._rewards[bucket, s.name]]
         if len(candidates) == 1 or untried:
             return (untried or candidates)[0]
-        # a generator for each draw, so that the state is a number
+        # each draw has a new generator, so that the saved state is a number
         bits = np.random.Philox(key=self._seed, counter=self._draws * _STRIDE)
         self._draws += 1
         rng = np.random.Generator(bits)
@@ -91,18 +92,18 @@ class BegMab:
         accept_lens: Sequence[float] | np.ndarray,
         batch_size: int,
     ) -> None:
-        """Record a round of `accept_lens`, worth (Σ accept_lens + batch_size) / elapsed_s."""
+        """Record the reward of a round, (Σ accept_lens + batch_size) / elapsed_s."""
         tokens = float(np.sum(accept_lens)) + batch_size
         rewards = self._rewards[self._bucket(batch_size), strategy.name]
         rewards.append(tokens / float(elapsed_s))
 
     def median_reward(self, strategy: Strategy, batch_size: int) -> float | None:
-        """Return the median tokens per second in this range's window; None if it is empty."""
+        """Return the median tokens per second in the window of this range, None if it is empty."""
         rewards = self._rewards[self._bucket(batch_size), strategy.name]
         return statistics.median(rewards) if rewards else None
 
     def best(self, batch_size: int) -> Strategy | None:
-        """Return the candidate of the largest median reward; None before any round."""
+        """Return the candidate with the largest median reward, or None before any round."""
         medians = [(self.median_reward(s, batch_size), s) for s in self.candidates(batch_size)]
         known = [(median, s) for median, s in medians if median is not None]
         return max(known, key=lambda pair: pair[0])[1] if known else None
@@ -113,7 +114,7 @@ class BegMab:
         return chosen
 
     def rewards(self) -> dict[str, list[float]]:
-        """Return all rewards in the windows, by name."""
+        """Return all rewards in the windows, by strategy name."""
         result = dict[str, list[float]]()
         for (_, name), rewards in self._rewards.items():
             if rewards:
@@ -121,7 +122,7 @@ class BegMab:
         return result
 
     def state(self) -> dict[str, Any]:
-        """Return plain data that repeats later decisions."""
+        """Return the state as plain data, with which later decisions repeat."""
         windows = [
             {"bucket": bucket, "strategy": name, "rewards": list(rewards)}
             for (bucket, name), rewards in self._rewards.items()
@@ -129,7 +130,7 @@ class BegMab:
         return {"seed": self._seed, "draws": self._draws, "windows": windows}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned: strategies that it does not have are untried."""
+        """Restore the result of `state`; strategies missing from it count as untried."""
         windows = {(w["bucket"], w["strategy"]): w["rewards"] for w in state["windows"]}
         self._seed, self._draws = state["seed"], state["draws"]
         for key, rewards in self._rewards.items():
@@ -137,22 +138,23 @@ class BegMab:
             rewards.extend(windows.get(key, ()))
 
     def _bucket(self, batch_size: int) -> int:
-        """Return i with batch_size in [t_i, t_{i+1} − 1], from 0; the last range has no end."""
+        """Return i (from 0) with t_i ≤ batch_size < t_{i+1}; the last range is unbounded."""
         return bisect.bisect_right(self.config.thresholds, batch_size) - 1
 
 
 def _by_bucket(
     strategies: Sequence[Strategy], config: TunerConfig
 ) -> tuple[tuple[Strategy, ...], ...]:
-    """Return the candidates of each range: groups by `verify_tokens`, the most first.
+    """Return the candidates of each range, grouped by `verify_tokens` in descending order.
 
-    Plain decoding is a candidate in all of them (ours). One threshold more than there are other
-    groups makes it alone in the last range, as TLT's elastic activation does (section 5.1).
+    Plain decoding is a candidate in every range (our addition). If there is one threshold more than
+    other groups, the last range has only plain decoding, as in TLT's elastic activation
+    (section 5.1).
     """
     sizes = {s.verify_tokens for s in strategies}
     plain = tuple(s for s in strategies if not s.verify_tokens)
     if plain and len(sizes) != len(config.thresholds):
-        sizes.discard(0)  # it has no separate range
+        sizes.discard(0)  # plain decoding has no separate range
     return tuple(
         tuple(s for s in strategies if s.verify_tokens == size or s in plain)
         for size in sorted(sizes, reverse=True)
@@ -165,7 +167,7 @@ PLAIN = Strategy("plain", (), 0, 0, 0)
 def strategies(
     config: TunerConfig, sources: Sequence[str], top_k: int, deepest: Mapping[str, int]
 ) -> list[Strategy]:
-    """Return the arms; `deepest` has the levels of device drafters, not of drafting workers."""
+    """Return the arms; `deepest` maps drafters on the devices of verifying workers to depths."""
     text_sources = tuple(s for s in sources if s not in deepest)
     together = [text_sources, tuple(sources)] if len(text_sources) > 1 else [tuple(sources)]
     choices = list(dict.fromkeys([*((s,) for s in sources), *together]))
@@ -181,7 +183,7 @@ def strategies(
 
 
 def node_counts(config: TunerConfig, num_slots: int) -> set[int]:
-    """Return the nodes of rounds of this many slots, before they are rounded up."""
+    """Return the numbers of nodes of rounds with `num_slots` slots, before rounding up."""
     low, high = _batch_size(1, num_slots), num_slots
     ends = (*config.thresholds[1:], high + 1)
     ranges = zip(config.thresholds, ends, config.verify_tokens, strict=False)
@@ -190,23 +192,23 @@ def node_counts(config: TunerConfig, num_slots: int) -> set[int]:
 
 
 def _batch_size(num_requests: int, num_slots: int) -> int:
-    """Return the batch size that a round counts as: its bucket of slots sets its cost."""
+    """Return the batch size that a round counts as; its bucket of slots sets its cost."""
     return max(num_requests, num_slots // 2 + 1)
 
 
 def make_bandit(
     config: TunerConfig, sources: Sequence[str], top_k: int, deepest: Mapping[str, int], seed: int
 ) -> BegMab:
-    """Return a worker's bandit, which lives as long as the run."""
+    """Return the bandit of a worker, which lives as long as the run."""
     return BegMab(strategies(config, sources, top_k, deepest), config, seed)
 
 
 class BanditBudget(Budget):
-    """The budget of one rollout, by a bandit that learns from rollout to rollout.
+    """The budget of one rollout, chosen by a bandit that keeps learning across rollouts.
 
-    It learns nothing from rounds with cached responses, which the measured seconds decide on, nor
-    from requests that `is_copy` names or that draft another copy's tokens. `on_device` are the
-    drafters that take the device's time, at the arm's depth.
+    The bandit ignores rounds with cached responses, which are decided by measured seconds. It also
+    ignores requests that `is_copy` matches, or that draft tokens of another copy. `on_device` names
+    the drafters that take device time, at the depth of the arm.
     """
 
     def __init__(
@@ -220,14 +222,14 @@ class BanditBudget(Budget):
         self._bandit, self._times, self._union = bandit, times, union
         self._on_device, self._is_copy = frozenset(on_device), is_copy
         self._strategy, self._size, self._is_mixed = PLAIN, 1, False
-        self._bucket, self._batch = (0, 0), 1  # slots, positions; requests
-        self._live_tokens = 0.0  # of a request, by mean
+        self._bucket, self._batch = (0, 0), 1  # (slots, positions), requests
+        self._live_tokens = 0.0  # mean per live request
 
     def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
         self._bucket, self._batch = (num_slots, num_positions), _batch_size(len(live), num_slots)
         self._live_tokens = float(live.total_tokens_A.mean())
         self._strategy = strategy = self._bandit.select(self._batch)
-        if strategy == PLAIN:  # its reward is known
+        if strategy == PLAIN:  # its reward is known in advance
             self._record(np.zeros(len(live)), num_slots)
         for name in self._on_device & set(strategy.sources):
             cast(RoundsDrafter, self._union.named(name)).depth = strategy.depth
@@ -248,7 +250,7 @@ class BanditBudget(Budget):
     def choose(
         self, live: LiveSlots, drafts: Drafts, sizes: Sizes, num_slots: int, num_positions: int
     ) -> DraftDecision:
-        # as many nodes as the range's strategies may have: one size of each range is compiled
+        # enough nodes for any strategy of the range: only one size per range is compiled
         self._is_mixed = bool(drafts.cached_A.any())
         max_tokens = max(s.verify_tokens for s in self._bandit.candidates(self._batch))
         if not self._is_mixed:
@@ -262,18 +264,18 @@ class BanditBudget(Budget):
         return DraftDecision(self._size, taken_A)
 
     def _pays(self, drafts: Drafts, taken_A: np.ndarray) -> bool:
-        """Return whether a round pays when cached responses continue, which no arm has drafted."""
+        """Return whether a round that continues cached responses pays; no arm drafted these."""
         num_slots, num_positions = self._bucket
         plain_s = self._times(num_slots, num_slots, num_positions, self._live_tokens)
         round_s = self._times(num_slots, self._size, num_positions, self._live_tokens)
         if plain_s is None or round_s is None:
             return True
         taken_AN = np.arange(drafts.max_nodes) < taken_A[:, None]
-        accepted = float(drafts.prob_AN[taken_AN].sum())  # as expected
+        accepted = float(drafts.prob_AN[taken_AN].sum())  # expected count
         return (len(taken_A) + accepted) / round_s > len(taken_A) / plain_s
 
     def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
-        if self._is_mixed:  # the round was not the arm's choice
+        if self._is_mixed:  # the arm did not choose this round
             return
         copies = [self._is_copy(r) for r in live.request_ids_A.tolist()]
         own_A = ~np.array(copies, bool) & (drafts.sources_AN[:, 0] != Source.COPY)
@@ -285,7 +287,7 @@ class BanditBudget(Budget):
     def _record(self, accepted_A: np.ndarray, num_nodes: int) -> None:
         (num_slots, num_positions), strategy = self._bucket, self._strategy
         round_s = self._times(num_slots, num_nodes, num_positions, self._live_tokens)
-        if round_s is not None:  # nothing is learned from a bucket that was not measured
+        if round_s is not None:  # buckets without measured seconds are not recorded
             for name in self._on_device & set(strategy.sources):
                 round_s += self._times.draft(name, num_slots, strategy.depth, num_positions)
             mean_accepted = float(accepted_A.mean())

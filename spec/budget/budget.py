@@ -1,8 +1,8 @@
-"""The contract of budgets, which decide which draft tokens a round verifies.
+"""The interface of budgets, which decide which draft tokens a round verifies.
 
-A budget lives for one rollout. It sees counts and a table of seconds only, so that its decisions
-repeat. A = live requests, B = slots, N = draft tokens of a request, M = nodes of a round (a root
-for each slot and the draft tokens), S = cache positions.
+A budget lives for one rollout. It sees only counts and a table of seconds, so that its decisions
+are reproducible. A = live requests, B = slots, N = draft tokens of a request, M = nodes of a
+round (a root for each slot and the draft tokens), S = cache positions.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import numpy as np
 from reprise.spec.buckets import widest_tree
 from reprise.spec.drafter import Acceptance, Drafts, LiveSlots, PerRequest, RequestIndex
 
-Sizes = Sequence[int]  # of rounds, in nodes, ascending
-MANY_ROUNDS = 2**15  # as many as a fetch may have
+Sizes = Sequence[int]  # numbers of nodes of rounds, ascending
+MANY_ROUNDS = 2**15  # no limit: the engine caps the rounds per fetch
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DraftDecision:
     """A round of `num_nodes` with the first `taken_A` draft tokens of each request.
 
-    With the B roots they are at most `num_nodes`, with its root at most
-    `spec.buckets.widest_tree(…)` of a request, or the round fails with ValueError. Without
-    `taken_A`: plain decoding for `num_rounds` rounds. With `tree_tokens` these rounds draft on the
-    device, at most so many draft tokens a request, and verify the best, by probability times
+    All roots and draft tokens must fit in `num_nodes`, and the root and draft tokens of a request
+    in `spec.buckets.widest_tree(…)`, or the round fails with ValueError. Without `taken_A` the
+    decision is plain decoding for `num_rounds` rounds. With `tree_tokens`, these rounds draft up to
+    `tree_tokens` tokens per request on the device, and verify the best by probability times
     `scale_A`.
     """
 
@@ -40,40 +40,40 @@ class DraftDecision:
 
 
 class Budget(Protocol):
-    """Limits the draft tokens of a round before drafting, and chooses among them after it."""
+    """A limit on draft tokens before drafting, and a choice among them after drafting."""
 
     def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
-        """Return the names of the drafters that this round leaves out."""
+        """Return the names of the drafters to skip in this round."""
         return frozenset()
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
-        """Return the most draft tokens that each live request may get; int [A]."""
+        """Return the maximum number of draft tokens of each live request; int [A]."""
         ...
 
     def choose_on_device(
         self, live: LiveSlots, max_tokens: int, sizes: Sizes, num_slots: int
     ) -> DraftDecision | None:
-        """Decide for rounds that draft on the device; None: `choose` decides."""
+        """Decide for rounds that draft on the device, or return None to let `choose` decide."""
         return None
 
     def choose(
         self, live: LiveSlots, drafts: Drafts, sizes: Sizes, num_slots: int, num_positions: int
     ) -> DraftDecision:
-        """Choose for a round of this bucket; `sizes` are the numbers of nodes, ascending."""
+        """Decide for a round of this bucket; `sizes` are the available numbers of nodes."""
         ...
 
     def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
-        """Learn which of the draft tokens given to `choose` were accepted."""
+        """Learn which of the draft tokens passed to `choose` were accepted."""
         return
 
 
 def plain(num_slots: int, num_rounds: int = 1) -> DraftDecision:
-    """Decide for plain decoding."""
+    """Return a decision for plain decoding."""
     return DraftDecision(num_slots, num_rounds=num_rounds)
 
 
 def equal_trees(max_tokens: int, sizes: Sizes, num_slots: int) -> DraftDecision | None:
-    """Decide for many rounds of trees of so many draft tokens, or of as many as fit."""
+    """Decide for many rounds of trees of up to `max_tokens`; None if no draft token fits."""
     wanted = num_slots * (max_tokens + 1)
     num_nodes = next((m for m in sizes if m >= wanted), max(sizes, default=num_slots))
     tree_tokens = min(max_tokens, num_nodes // num_slots - 1)
@@ -85,7 +85,7 @@ def equal_trees(max_tokens: int, sizes: Sizes, num_slots: int) -> DraftDecision 
 def best_trees(
     num_nodes: int, num_slots: int, max_tokens: int, scale_A: np.ndarray | None = None
 ) -> DraftDecision:
-    """Decide for many rounds of the best draft tokens, at most `max_tokens` of a request."""
+    """Decide for many rounds of the best draft tokens, at most `max_tokens` per request."""
     tree_tokens = widest_tree(num_slots, num_nodes, max_tokens + 1) - 1
     return DraftDecision(
         num_nodes, num_rounds=MANY_ROUNDS, tree_tokens=tree_tokens, scale_A=scale_A
@@ -95,10 +95,11 @@ def best_trees(
 def best(drafts: Drafts, scale_A: np.ndarray, num_slots: int, num_nodes: int) -> np.ndarray:
     """Return how many draft tokens of each request are among the best of all; int32 [A].
 
-    The best make their request fastest: they are ranked by p / (1 + w), with the probability p,
-    scaled by the request's factor, and w tokens expected to be accepted before it. (A rollout ends
-    with its last request; by p alone those whose drafts are seldom right would get fewer.) p never
-    exceeds the parent's, so those taken are each request's first ones.
+    Draft tokens are ranked by p / (1 + w), the relative gain of their request: p is the probability
+    scaled by `scale_A`, and w the expected number of earlier accepted draft tokens. (The slowest
+    request determines the rollout time; ranking by p would give fewer draft tokens to requests that
+    are seldom accepted.) p never increases from parent to child, so the selected draft tokens are
+    the first of each request.
     """
     return best_by_size(drafts, scale_A, num_slots, (num_nodes,))[0][0]
 
@@ -106,9 +107,9 @@ def best(drafts: Drafts, scale_A: np.ndarray, num_slots: int, num_nodes: int) ->
 def best_by_size(
     drafts: Drafts, scale_A: np.ndarray, num_slots: int, sizes: Sizes, share: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return `best` for each number of nodes, [sizes, A], and its expected accepted tokens.
+    """Return `best` for each number of nodes, [sizes, A], and the expected accepted tokens.
 
-    Drafts have a `share` of the nodes.
+    Drafts may use a `share` of the nodes that are not roots.
     """
     widest = [widest_tree(num_slots, size, drafts.max_nodes + 1) - 1 for size in sizes]
     room_S = np.array([round(share * (size - num_slots)) for size in sizes], np.int64)
@@ -123,17 +124,17 @@ _LAST = 2**31 - 1
 
 @numba.njit(cache=True, nogil=True)
 def _keys(prob_AN, count_A, scale_A, max_tokens):  # type: ignore[no-untyped-def]
-    """Return a number for each draft token that ascends with its worth, of equals the earlier's."""
+    """Return a sort key per draft token, ascending in worth; ties go to the earlier token."""
     A, N = prob_AN.shape
     worth_X, place_X, X = np.empty(A * N, np.float32), np.empty(A * N, np.int64), 0
     for a in range(A):
-        tokens = 1.0  # expected of the request
+        tokens = 1.0  # expected tokens of the request
         for n in range(min(count_A[a], max_tokens)):
             scaled = prob_AN[a, n] * scale_A[a]
             worth_X[X], place_X[X] = scaled / tokens, a * N + n
             tokens += scaled
             X += 1
-    bits_X = worth_X.view(np.int32)  # they ascend with the numbers
+    bits_X = worth_X.view(np.int32)  # bits of non-negative floats sort like the floats
     for x in range(X):
         place_X[x] = np.int64(bits_X[x]) << 32 | (_LAST - place_X[x])
     return place_X[:X]
@@ -157,7 +158,7 @@ def _first(keys_X, prob_AN, scale_A, widest_S, room_S):  # type: ignore[no-untyp
 
 
 def all_that_fit(drafts: Drafts, sizes: Sizes, num_slots: int) -> DraftDecision:
-    """Decide for the smallest round that holds all draft tokens, else for the best of them."""
+    """Decide for the smallest round with all draft tokens, or the largest with the best."""
     if not drafts.count_A.any() or not sizes:
         return plain(num_slots)
     taken_SA, _ = best_by_size(drafts, np.ones(len(drafts.count_A)), num_slots, sizes)
@@ -167,11 +168,11 @@ def all_that_fit(drafts: Drafts, sizes: Sizes, num_slots: int) -> DraftDecision:
 
 
 class Backoff:
-    """Waits of `shortest`, twice that, … `longest` rounds between attempts that do not pay."""
+    """Exponential backoff of `shortest` to `longest` rounds between attempts that do not pay."""
 
     def __init__(self, shortest: int = 8, longest: int = 64) -> None:
         self._shortest, self._longest = shortest, longest
-        self.rounds = 0  # of the present wait
+        self.rounds = 0  # of the current wait
 
     def lengthen(self) -> int:
         """Double the wait and return it."""
@@ -180,7 +181,7 @@ class Backoff:
 
 
 class PlainSpell:
-    """Rounds of plain decoding, more each time, until the batch changes its slots or ends."""
+    """Spells of plain rounds, each longer, until the number of slots or all requests change."""
 
     def __init__(self, index: RequestIndex, shortest: int, longest: int) -> None:
         self._start_tokens = PerRequest(index, np.inf)  # tokens at the start of the spell
@@ -193,8 +194,8 @@ class PlainSpell:
         return bool(0 <= passed_A.max() < self._wait.rounds)
 
     def begin(self, live: LiveSlots, num_slots: int) -> DraftDecision:
-        """Decide for plain decoding: a longer spell, or the shortest one of a smaller batch."""
-        if self.lasts(live, num_slots):  # cached responses were looked at meanwhile
+        """Decide for plain decoding: a longer spell, or the shortest spell for a smaller batch."""
+        if self.lasts(live, num_slots):  # `choose` ran during the spell for cached responses
             return plain(num_slots, self._wait.rounds)
         if num_slots < self._num_slots:
             self.end()
@@ -203,12 +204,12 @@ class PlainSpell:
         return plain(num_slots, self._wait.lengthen())
 
     def end(self) -> None:
-        """Let the next spell be the shortest."""
+        """Reset, so that the next spell is the shortest."""
         self._num_slots = self._wait.rounds = 0
 
 
 class FixedBudget(Budget):
-    """Verifies all draft tokens, at most `max_tokens` a request."""
+    """A budget that verifies all draft tokens, at most `max_tokens` per request."""
 
     def __init__(self, max_tokens: int = 2**30) -> None:
         self._max_tokens = max_tokens
@@ -228,7 +229,7 @@ class FixedBudget(Budget):
 
 
 class SeeingBudget(FixedBudget):
-    """Verifies as `FixedBudget` does, with drafts that always come to the host."""
+    """A `FixedBudget` without rounds that draft on the device: the host sees all drafts."""
 
     def choose_on_device(
         self, live: LiveSlots, max_tokens: int, sizes: Sizes, num_slots: int

@@ -1,4 +1,4 @@
-"""Budgets of draft tokens as users set them: their names, and the bandit's choices."""
+"""The user settings of draft-token budgets: budget names, and the choices of the bandit."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import itertools
 
 POLICIES = "off, fixed:K, aimd, goodput, bandit"
 BANDIT = "bandit"
-LEARNED, MODEL, OWN = "learned", "model", "own"  # their names among the drafters; n-grams
+LEARNED, MODEL, OWN = "learned", "model", "own"  # drafter names; OWN drafts n-grams
 
 
 @dataclasses.dataclass(frozen=True)
 class TunerConfig:
-    """The choices of `Speculation.budget = "bandit"`, and how they are made.
+    """The arms of `Speculation.budget = "bandit"`, and the rule that chooses among them.
 
-    Range i of batch sizes starts at `thresholds[i]` and verifies `verify_tokens[i]` draft tokens a
-    request; one threshold more adds a range of plain decoding alone. The arms of a range are every
-    drafter by itself, all drafters of texts, all drafters, and plain decoding; an arm with a
-    drafter on the device exists once for each of `depths` that its drafters reach. With probability
-    `epsilon` a random arm is taken, else the one with the best median of its last `window` rewards.
+    Range i of batch sizes starts at `thresholds[i]` and verifies `verify_tokens[i]` draft tokens
+    per request; an extra threshold adds a range with only plain decoding. The arms of a range are
+    each single drafter, all text drafters, all drafters, and plain decoding. An arm with a device
+    drafter exists once for each of `depths` that its drafters reach. With probability `epsilon` a
+    random arm is chosen, otherwise the arm with the best median of its last `window` rewards.
 
-    The defaults follow TLT's table 4: 1 to 4 requests do best with 48 or 64 tokens, by 1 to 5%
-    (`Engine.max_nodes` allows 32); its least number is 16.
+    The defaults follow TLT's table 4, where 48 or 64 tokens are best for 1 to 4 requests, by 1 to
+    5% (`Engine.max_nodes` allows 32); the smallest number in the table is 16.
     """
 
     thresholds: tuple[int, ...] = (1, 5, 17, 33)
@@ -54,7 +54,7 @@ class TunerConfig:
 
 
 def parse_budget(text: str) -> tuple[str, int]:
-    """Return a budget's name and its size, `("fixed", 4)` of `fixed:4`, or raise ValueError."""
+    """Return the name and size of a budget, `("fixed", 4)` for `fixed:4`, or raise ValueError."""
     if text in ("off", "aimd", "goodput", BANDIT):
         return text, 0
     name, _, size = text.partition(":")

@@ -1,7 +1,7 @@
-"""The budget that buys the most tokens per second, by a table of measured round times.
+"""A budget for the most tokens per second, given a table of measured round times.
 
-A round of M nodes costs its seconds in the table; it brings each request one token and its accepted
-draft tokens. A = live requests, B = slots, N = draft tokens, S = cache positions.
+A round of M nodes costs the seconds in the table, and gives each request one token plus its
+accepted draft tokens. A = live requests, B = slots, N = draft tokens, S = cache positions.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ DEVICE_SOURCES = {LEARNED: Source.LEARNED, MODEL: Source.MODEL}
 
 
 class DeviceDraftGate:
-    """Compares a round with a device drafter's draft tokens to one without, by tokens a second.
+    """A gate that skips a device drafter while rounds without it yield more tokens per second.
 
         (A + Σ s_a probability) / (round + drafts)
         against (A + Σ s_a probability of others) / (round + drafts of others)
 
-    A draft token that others have too, with a lower probability, counts as the drafter's. If it
-    does not pay, the drafter is left out for a `Backoff`.
+    A draft token that other drafters propose with a lower probability counts for this drafter. A
+    drafter that does not pay is skipped for a `Backoff`.
     """
 
     def __init__(self) -> None:
         self._waits = {name: Backoff() for name in DEVICE_SOURCES}
-        self._left = dict.fromkeys(DEVICE_SOURCES, 0)  # rounds of the present wait
+        self._left = dict.fromkeys(DEVICE_SOURCES, 0)  # rounds left in the current wait
 
     def skips(self) -> frozenset[str]:
-        """Return the drafters to leave out of the next round."""
+        """Return the drafters to skip in the next round."""
         self._left = {name: max(left - 1, 0) for name, left in self._left.items()}
         return frozenset(name for name, left in self._left.items() if left)
 
@@ -65,7 +65,7 @@ class DeviceDraftGate:
         scale_A: np.ndarray,
         bucket: tuple[int, int, int],
     ) -> None:
-        """Compare for a round of this (slots, nodes, positions), with the draft tokens taken."""
+        """Compare for a round of this bucket (slots, nodes, positions) with these draft tokens."""
         num_slots, _, num_positions = bucket
         depths_of = {name: times.draft_depths(name) for name in DEVICE_SOURCES}
         round_s = times(*bucket, float(live.total_tokens_A.mean()))
@@ -87,26 +87,26 @@ class DeviceDraftGate:
                 self._left[name] = self._waits[name].lengthen()
 
 
-BETTER = 1.03  # of plain decoding's speed, that drafts have to promise before they begin
-DECAY, ALL_DECAY = 0.9, 0.99  # of the acceptance counts of a request, and of all, a round
-REFUSED_ROUNDS = 16, 256  # min and max time until refused drafts are wanted again
-SAMPLED = 4  # then of one group in so many
-REPEATS = 8  # fetches of rounds that draft on the device, before drafts are looked at again,
-MIN_SHARE = 0.75  # and the share of the requests that have to be there
-PRIOR_NODES = 2.0  # expected draft tokens that the prior of a request weighs
+BETTER = 1.03  # speedup over plain decoding that drafts must promise at the start
+DECAY, ALL_DECAY = 0.9, 0.99  # per round, of the acceptance counts of a request and of all requests
+REFUSED_ROUNDS = 16, 256  # min and max rounds until refused drafts are requested again
+SAMPLED = 4  # drafts are then requested for one in 4 groups
+REPEATS = 8  # fetches that draft on the device between two choices by the host
+MIN_SHARE = 0.75  # share of the requests that must remain for a repeat
+PRIOR_NODES = 2.0  # weight of the prior of a request, in expected draft tokens
 
 
 class Goodput(Budget):
-    """Takes the best draft tokens of all requests, as many as bring the most tokens a second.
+    """A budget for the number of best draft tokens that yields the most tokens per second.
 
         tokens(M) = A + Σ s_a probability of the M − B best
         M = argmax tokens(M) / seconds(B, M, S)
 
     `spec.budget.budget.best` selects the best. `s_a` is the ratio of accepted to expected draft
-    tokens of a request so far, shrunk towards the ratio of all; 1 for cached responses. Drafts
-    begin if they promise `BETTER`, and end when plain decoding promises more. While it does, drafts
-    are wanted only after a `PlainSpell`, since they cost the host's time, and then for a `SAMPLED`
-    part of the groups, until it would pay for these.
+    tokens of a request so far, shrunk towards the ratio of all requests; it is 1 for cached
+    responses. Drafting starts once it promises a speedup of `BETTER`, and stops when plain decoding
+    promises more. Since drafts cost host time, they are then requested only after a `PlainSpell`,
+    and for one in `SAMPLED` groups, until drafting would pay for these groups.
     """
 
     def __init__(self, times: RoundTimes) -> None:
@@ -115,11 +115,11 @@ class Goodput(Budget):
         self._accepted, self._expected = PerRequest(index, 0.0), PerRequest(index, 0.0)
         self._all_accepted = self._all_expected = 0.0
         self._speculating = False
-        self._repeats = 0  # fetches to come of rounds that draft on the device
-        self._chosen = 0, 0, 0  # slots and nodes of their rounds, and the requests at that time
+        self._repeats = 0  # remaining fetches that draft on the device
+        self._chosen = 0, 0, 0  # slots, nodes and requests of the last choice
         self._refused = PlainSpell(index, *REFUSED_ROUNDS)
-        self._num_refused = 0  # times in a row
-        self._share = 1.0  # of the live requests that drafts were wanted for
+        self._num_refused = 0  # consecutive refusals
+        self._share = 1.0  # of the live requests with drafts requested
         self._gate = DeviceDraftGate()
 
     def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
@@ -138,7 +138,7 @@ class Goodput(Budget):
         return np.where(wanted_A, 2**30, 0).astype(np.int32)
 
     def scale(self, live: LiveSlots) -> np.ndarray:
-        """s_a = (accepted + prior · s) / (expected + prior), with s of all requests."""
+        """Return s_a = (accepted + prior · s) / (expected + prior), with s of all requests."""
         overall = (self._all_accepted + PRIOR_NODES) / (self._all_expected + PRIOR_NODES)
         accepted_A, expected_A = self._accepted.get(live), self._expected.get(live)
         return (accepted_A + PRIOR_NODES * overall) / (expected_A + PRIOR_NODES)
@@ -146,7 +146,7 @@ class Goodput(Budget):
     def choose_on_device(
         self, live: LiveSlots, max_tokens: int, sizes: Sizes, num_slots: int
     ) -> DraftDecision | None:
-        """Repeat the last choice, for some fetches and while most requests are live."""
+        """Repeat the last choice for a few fetches, while most of its requests remain."""
         slots, num_nodes, requests = self._chosen
         if not self._repeats or num_slots != slots or len(live) < MIN_SHARE * requests:
             return None
@@ -165,7 +165,7 @@ class Goodput(Budget):
             )
         scale_A, self._repeats = self.scale(live), 0
         cached_A = drafts.cached_A
-        scale_A[cached_A] = 1.0  # the share that is kept is no drafter's acceptance
+        scale_A[cached_A] = 1.0  # cached responses do not measure the acceptance of drafters
         share = 1.0 if cached_A.any() else self._share
         seconds = {num_slots: plain_s}
         for size in sizes if drafts.count_A.any() else ():
@@ -185,7 +185,7 @@ class Goodput(Budget):
             return self._refused.begin(live, num_slots)
         self._refused.end()
         self._num_refused = 0
-        if share < 1:  # the others draft from the next round on
+        if share < 1:  # the other groups draft from the next round on
             return plain(num_slots)
         self._repeats, self._chosen = REPEATS, (num_slots, best, len(live))
         return DraftDecision(best, taken_A)
@@ -201,7 +201,7 @@ class Goodput(Budget):
 def make_budget(
     policy: str, times: RoundTimes | None, window_tokens: Sequence[int] | None = None
 ) -> Budget:
-    """Return the budget of that name for one rollout; for `bandit` see `BanditBudget`."""
+    """Return the budget that `policy` names, for one rollout; for `bandit` see `BanditBudget`."""
     name, size = parse_budget(policy)
     if name == "aimd":
         return Aimd(times, window_tokens)

@@ -1,8 +1,8 @@
-"""Several drafters as one: the union of their trees, the likeliest draft tokens first.
+"""The union of the trees of several drafters, with the likeliest draft tokens first.
 
-A draft token that two drafters share counts once, with the higher probability and its source. So
-the best of the union is worth at least the best of any one. K = drafters, A = live requests,
-N = draft tokens.
+A draft token of two drafters counts once, with the higher probability and the source of that draft.
+The best tokens of the union are thus worth at least as much as the best tokens of any drafter.
+K = drafters, A = live requests, N = draft tokens.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from reprise.spec.drafter import (
     no_drafts,
 )
 
-WORTH_ASKING = 0.03  # accepted draft tokens a request and round; with fewer a drafter has to wait
-RETRY_ROUNDS = 16  # until all drafters are called again
-DECAY = 0.95  # of the counts of each drafter, a round
+WORTH_ASKING = 0.03  # accepted draft tokens per request and round; with fewer, a drafter is skipped
+RETRY_ROUNDS = 16  # interval in rounds at which all drafters are called
+DECAY = 0.95  # per round, of the counts of each drafter
 
 
 class DrafterUnion(Drafter):
-    """Asks all `drafters`, rarely accepted ones less often; `skipped` has some of `names`."""
+    """A drafter that merges all `drafters`, and calls those with rare acceptance less often.
+
+    `skipped` is a subset of `names`.
+    """
 
     def __init__(self, drafters: Sequence[Drafter], names: Sequence[str] = ()) -> None:
         assert drafters, "a union of nothing"
@@ -38,7 +41,7 @@ class DrafterUnion(Drafter):
         self._num_requests = np.zeros(len(self._drafters))
         self._accepted = np.zeros(len(self._drafters))
         self._round = 0
-        self._last: dict[int, int] = {}  # the drafters of the last round, and their sources
+        self._last: dict[int, int] = {}  # drafter of the last round → its source
 
     @property
     def can_lag(self) -> bool:
@@ -72,7 +75,7 @@ class DrafterUnion(Drafter):
         return drafter
 
     def named(self, name: str) -> Drafter | None:
-        """Return the drafter of that name, if there is one."""
+        """Return the drafter of this name, or None."""
         return dict(zip(self.names, self._drafters, strict=False)).get(name)
 
     def observe(self, drafts: Drafts, acceptance: Acceptance) -> None:
@@ -101,7 +104,7 @@ class DrafterUnion(Drafter):
 
 
 def merge(drafts: Sequence[Drafts], max_nodes_A: np.ndarray) -> Drafts:
-    """Return the union of each request's trees, cut to its `max_nodes_A` likeliest draft tokens."""
+    """Return the union of the trees of each request, cut to its `max_nodes_A` likeliest tokens."""
     A, N = drafts[0].tokens_AN.shape
     max_A = np.minimum(max_nodes_A, N).astype(np.int32)
     merged, *others = drafts
@@ -112,8 +115,8 @@ def merge(drafts: Sequence[Drafts], max_nodes_A: np.ndarray) -> Drafts:
 
 @numba.njit(cache=True, nogil=True)
 def _merge(one, two, max_A, out):  # type: ignore[no-untyped-def]
-    """Write the union of two trees, whose draft tokens descend in probability, and return it."""
-    place_2N = np.empty((2, one.tokens_AN.shape[1]), np.int32)  # of their nodes in the union
+    """Merge two trees per request, sorted by descending probability, into `out`; return it."""
+    place_2N = np.empty((2, one.tokens_AN.shape[1]), np.int32)  # place of each node in the union
     for a in range(len(max_A)):
         i = j = size = 0
         while size < max_A[a] and (i < one.count_A[a] or j < two.count_A[a]):
@@ -131,7 +134,7 @@ def _merge(one, two, max_A, out):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def _take(tree, a, i, place_N, out, size):  # type: ignore[no-untyped-def]
-    """Add a draft token to the union, unless it has it with a higher probability: its new size."""
+    """Add a draft token, unless the union has it with a higher probability; return the size."""
     token, parent = tree.tokens_AN[a, i], tree.parents_AN[a, i]
     if parent >= 0:
         parent = place_N[parent]

@@ -1,10 +1,10 @@
-"""Two ways to draft ahead of a verifying worker: commits come in, blocks go out, by steps.
+"""Two methods to draft ahead of a verifying worker, in steps that turn commits into blocks.
 
     free_running   a chain continues while its window is verified; rolled back if wrong (SpecActor)
-    enumeration    one round ahead: all numbers of accepted tokens, times the likeliest next tokens
+    enumeration    one round ahead, for every number of accepted tokens and likely next tokens
 
-A step is one pass over all requests that want drafts. Time is the caller's. B = rows, one per
-request, L = tokens of a row.
+A step is one pass over all requests that want drafts. The caller decides when to step. B = rows,
+one per request, L = tokens of a row.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from reprise.spec.draft_model.enumeration import AheadDraftModel, EnumeratingDra
 from reprise.spec.drafter import PRIOR_DRAFTS, PRIOR_PROB, LiveSlots
 
 SECOND = 0.5  # probability of a second choice if the first was wrong
-DECAY = 0.999  # of the counts of draft tokens, a commit
+DECAY = 0.999  # of the counts of draft tokens, per commit
 
 
 @dataclasses.dataclass(eq=False)
 class DraftedRequest:
-    """A request: its row, its last commit, and the draft tokens assumed after it, of `prob`."""
+    """A request: its row, its last commit, and the probabilities `prob` of tokens assumed since."""
 
     row: int
     commit: Commit
     prob: np.ndarray
-    wants: bool = True  # a draft: a commit has come since no more could be drafted
+    wants: bool = True  # a draft: set by a commit, cleared if no more can be drafted
 
     @property
     def committed(self) -> int:
@@ -42,7 +42,7 @@ class DraftedRequest:
 
 
 class RequestTexts:
-    """The requests of one drafting worker, in a table of rows as engines have one."""
+    """The requests of one drafting worker, in a table of rows like the table of an engine."""
 
     def __init__(self, num_rows: int, max_total_tokens: int) -> None:
         self._tokens_BL = np.zeros((num_rows, max_total_tokens + 1), np.int32)
@@ -50,10 +50,10 @@ class RequestTexts:
         self.requests: dict[int, DraftedRequest] = {}
 
     def commit(self, commit: Commit) -> tuple[int, int] | None:
-        """Add a request's tokens; drop the assumed ones from the first difference on.
+        """Add the tokens of a request; drop assumed tokens from the first difference on.
 
         Returns how many assumed tokens were right, and how many were decided; None if the commit
-        does not follow from the known tokens, or has no row that is long enough.
+        does not follow from the known tokens, or no row is free and long enough.
         """
         request = self.requests.get(commit.request_id)
         total = commit.total_tokens
@@ -78,7 +78,7 @@ class RequestTexts:
         return right, min(right + 1, known)
 
     def assume(self, request: DraftedRequest, tokens_N: np.ndarray, prob_N: np.ndarray) -> None:
-        """Assume more draft tokens of a request, with the probabilities of a chain."""
+        """Assume more draft tokens of a request, with the probabilities of their chain."""
         at = request.committed + request.num_assumed
         self._tokens_BL[request.row, at : at + len(tokens_N)] = tokens_N
         above = request.prob[-1] if request.num_assumed else 1.0
@@ -90,14 +90,14 @@ class RequestTexts:
         return row_L[request.committed : request.committed + request.num_assumed].copy()
 
     def close(self, request_ids: Sequence[int]) -> LiveSlots:
-        """Free the rows of requests that have left; return them as they were."""
+        """Free the rows of requests that have left; return the last state of these requests."""
         gone = [r for r in request_ids if r in self.requests]
         live = self.live(gone)
         self._free += [self.requests.pop(r).row for r in gone]
         return live
 
     def live(self, request_ids: Sequence[int]) -> LiveSlots:
-        """Return these requests as a drafter reads them, with their assumed tokens."""
+        """Return these requests in the form that drafters read, with their assumed tokens."""
         rows = [self.requests[r] for r in request_ids]
         commits, ids_A = [r.commit for r in rows], np.array(request_ids, np.int64)
         assumed_A = np.array([r.num_assumed for r in rows], np.int32)
@@ -116,14 +116,14 @@ class RequestTexts:
 
 
 class DraftingAhead(abc.ABC):
-    """A drafting worker's drafts for one rollout; the last step drafted `depth` tokens deep."""
+    """The drafts of one drafting worker for one rollout; the last step was `depth` tokens deep."""
 
     def __init__(self, drafter: AheadDraftModel, num_rows: int, max_total_tokens: int) -> None:
         self.texts, self.depth = RequestTexts(num_rows, max_total_tokens), 0
         self._drafter = drafter
 
     def update(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
-        """Update requests by messages of verifying workers."""
+        """Update requests from messages of verifying workers."""
         gone = self.texts.close(closed)
         if len(gone):
             self._drafter.finished(gone)
@@ -134,15 +134,15 @@ class DraftingAhead(abc.ABC):
 
     @abc.abstractmethod
     def step(self) -> list[Block]:
-        """Draft once for all requests that want a draft; return no blocks if none does."""
+        """Draft once for all requests that want a draft; return the blocks, if any."""
 
     def _observe(self, acceptance_A2: np.ndarray) -> None:
-        """Learn how many assumed tokens were right, and of how many that is known."""
+        """Learn how many assumed tokens were right, and how many were decided."""
         return
 
 
 class FreeRunning(DraftingAhead):
-    """Chains that continue past the verified window: w draft tokens at a time, up to 2 w ahead."""
+    """Chains that continue past the verified window, w draft tokens at a time, up to 2 w ahead."""
 
     def step(self) -> list[Block]:
         wanting = self._wanting()
@@ -169,7 +169,7 @@ class FreeRunning(DraftingAhead):
         self._drafter.observe_chains(acceptance_A2)
 
     def _wanting(self) -> list[int]:
-        """Decoupled, up to a window ahead of the one that is verified; else, with none ahead."""
+        """Return the requests to draft for: at most a window ahead, or not ahead if coupled."""
         return [
             r
             for r, q in self.texts.requests.items()
@@ -180,10 +180,10 @@ class FreeRunning(DraftingAhead):
 
 
 class Enumerating(DraftingAhead):
-    """Trees of all outcomes of the chains that are verified now, once for each commit.
+    """Trees of all outcomes of the chains under verification, once for each commit.
 
-    After i accepted draft tokens of a chain each of `fan_out` guesses of the next token has a chain
-    of a window below it, with second choices; a request without a chain has one case.
+    After i accepted draft tokens of a chain, each of the `fan_out` guesses of the next token has a
+    chain of one window below, with second choices. A request without a chain has one case.
     """
 
     _drafter: EnumeratingDraftModel
@@ -231,7 +231,7 @@ class Enumerating(DraftingAhead):
         super().update(commits, closed)
 
     def _count(self, commit: Commit) -> None:
-        """Count the draft tokens of a verified chain that were right, and those that were known."""
+        """Count the draft tokens of a verified chain that were right, and that were decided."""
         request = self.texts.requests.get(commit.request_id)
         if request is None or commit.first != request.committed:
             return
@@ -253,9 +253,10 @@ def cases_tree(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return a tree (tokens, parents, probabilities), likeliest first, of a chain and its cases.
 
-    Each draft token of a chain is accepted with probability p. Guess f after i of them is next with
-    p^i · (1 − p) · prob_ZF[i, f], without the factor 1 − p after the whole chain. The second choice
-    for a token of a chain is its sibling, with (1 − p) · `SECOND` of its parent's probability.
+    Each draft token of a chain is accepted with probability p. Guess f after i accepted tokens has
+    probability p^i · (1 − p) · prob_ZF[i, f], without the factor 1 − p after the whole chain. The
+    second choice for a token of a chain is a sibling of this token, with the parent probability
+    times (1 − p) · `SECOND`.
     """
     K, (Z, F, N) = len(chain_K), tokens_ZFN.shape
     shape = Z, F, 2 * N - 1  # a guess, the chain below it, the second choices
@@ -282,11 +283,11 @@ def cases_tree(
 
 
 def _may_continue(request: DraftedRequest) -> bool:
-    """Return False if a request's plan waits until its chain is verified."""
+    """Return False if the plan of a request waits until its chain is verified."""
     return request.commit.plan.decoupled or not len(request.commit.chain)
 
 
 def _window(request: DraftedRequest) -> int:
-    """Return the draft tokens that may come next; the last token of a response is never one."""
+    """Return the number of draft tokens that may follow; the last response token is not drafted."""
     left = request.commit.remaining_tokens - request.num_assumed - 1
     return min(request.commit.plan.window, left)

@@ -1,8 +1,8 @@
-"""Drafts of a request that several workers answer: by a method for each copy, and of one another.
+"""Drafts for requests with copies on several workers, by a method per copy or from other copies.
 
 Copies share their noise, and so their tokens: verified tokens of one copy are a draft that the
-others accept whole, so the first verified block of any copy counts for all (in SpecActor, section
-4.2, the first copy to end counts). A = live requests, N = draft tokens.
+other copies accept completely. So the first verified block of any copy counts for all copies (in
+SpecActor, section 4.2, the first copy to finish counts). A = live requests, N = draft tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from reprise.spec.drafter import (
 )
 
 SURE = 0.999  # the probability of a token that another copy has verified
-OfCopy = Callable[[int], tuple[int, int]]  # request id → (its original's id, copy number)
+OfCopy = Callable[[int], tuple[int, int]]  # request id → (original id, copy number)
 
 
 class Progress:
@@ -34,7 +34,7 @@ class Progress:
         self._response: dict[int, np.ndarray] = {}
 
     def watch(self, original: int) -> None:
-        """Keep this request's progress from now on, as it has a copy."""
+        """Track the progress of this request from now on, since it has a copy."""
         with self._lock:
             self._response.setdefault(original, np.zeros(0, np.int32))
 
@@ -42,7 +42,7 @@ class Progress:
         return original in self._response
 
     def ahead_of(self, original: int, response_T: np.ndarray) -> np.ndarray:
-        """Record a copy's response; return the longest one's tokens after it."""
+        """Record the response of a copy; return the further tokens of the longest response."""
         with self._lock:
             best_T = self._response.get(original)
             if best_T is None:
@@ -57,7 +57,10 @@ class Progress:
 
 
 class CopiesDrafter(Drafter):
-    """Drafts by `usual`, for copy i by method i − 1 or the last; one drafts a longer one's."""
+    """A drafter that uses `usual` for originals, and method i − 1 or the last for copy i.
+
+    A request that lags another copy drafts the tokens of the longest response instead.
+    """
 
     arrives_later = True
 
@@ -66,7 +69,7 @@ class CopiesDrafter(Drafter):
     ) -> None:
         self._drafters = (usual, *methods)
         self._of_copy, self._progress = of_copy, progress
-        self._last: list[tuple[np.ndarray, Drafter]] = []  # places, and their drafter
+        self._last: list[tuple[np.ndarray, Drafter]] = []  # request indices, and their drafter
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         drafts = no_drafts(len(live), max_nodes)
@@ -113,7 +116,7 @@ class CopiesDrafter(Drafter):
             drafter.left(live.take(some))
 
     def _by_method(self, live: LiveSlots) -> list[tuple[Drafter, np.ndarray]]:
-        """Return the drafters of these requests, each with its places among them."""
+        """Return the drafters of these requests, with the indices of their requests."""
         last = len(self._drafters) - 1
         numbers = [self._of_copy(r)[1] for r in live.request_ids_A.tolist()]
         method_A = np.minimum(np.array(numbers, np.int64), last)
@@ -122,7 +125,7 @@ class CopiesDrafter(Drafter):
 
 
 def _put_chain(drafts: Drafts, a: int, tokens_T: np.ndarray) -> bool:
-    """Make a chain of tokens a request's draft; return False if there are none."""
+    """Store a chain of tokens as the draft of a request; return False for an empty chain."""
     n = min(len(tokens_T), drafts.max_nodes)
     drafts.tokens_AN[a, :n] = tokens_T[:n]
     drafts.parents_AN[a, :n] = np.arange(-1, n - 1)

@@ -1,8 +1,8 @@
-"""The drafter of a verifying worker: it uses blocks of drafting workers, and computes none.
+"""The drafter of a verifying worker, which uses blocks of drafting workers and computes no drafts.
 
-In each round: take received blocks → follow them to the requests' present tokens → send these
-tokens to the drafting workers, with the drafts that are verified now. A round never waits, except
-for `deadline_s` if most requests lack a block that is due. A = live requests, F = requests with a
+In each round: take received blocks → follow them to the current request tokens → send these tokens
+to the drafting workers, with the drafts under verification. A round waits only if most requests
+lack a block that is due, and for at most `deadline_s`. A = live requests, F = requests with a
 block, N = draft tokens of a block.
 """
 
@@ -27,8 +27,8 @@ from reprise.spec.drafter import (
     with_room,
 )
 
-FIRST_NODES = 64  # draft tokens that there is room for at first
-# Columns of a request's block: the length that it follows, its round, its draft tokens.
+FIRST_NODES = 64  # initial room per block, in draft tokens
+# Columns of a block: the length that it follows, its round, its number of draft tokens.
 BASE, ROUND, NODES = range(3)
 
 
@@ -38,13 +38,13 @@ class ReceivedBlocks:
     def __init__(self) -> None:
         self._index = RequestIndex()
         self._block_F3 = np.empty((0, 3), np.int64)
-        # tokens, parents and probabilities of the draft tokens
+        # tokens, parents and probabilities of draft tokens
         dtypes = np.int32, np.int32, np.float32
         self._nodes_FN = [np.empty((0, FIRST_NODES), dtype) for dtype in dtypes]
-        self.stale = 0  # blocks without any draft: requests had gone another way
+        self.stale = 0  # blocks without a draft, since the request took another path
 
     def put(self, blocks: Iterable[Block], live: LiveSlots) -> None:
-        """Keep these blocks of live requests, unless they are older than the present ones."""
+        """Store these blocks of live requests, unless newer blocks are stored."""
         blocks = list(blocks)
         if not blocks:
             return
@@ -64,18 +64,18 @@ class ReceivedBlocks:
     def drafts(
         self, live: LiveSlots, window_A: np.ndarray, max_A: np.ndarray, max_nodes: int
     ) -> Drafts:
-        """Return each request's draft: at most `window_A` deep, and `max_A` draft tokens."""
+        """Return a draft per request, at most `window_A` deep and with at most `max_A` tokens."""
         drafts = no_drafts(len(live), max_nodes)
         drafts.sources_AN[:] = Source.MODEL
-        which_A = self._rows(live)  # first: it may make room
+        which_A = self._rows(live)  # first, since this may grow the arrays
         texts = live.tokens_BL, live.rows_A, live.total_tokens_A
         limits = window_A, np.minimum(max_A, max_nodes)
         self.stale += _follow(*texts, which_A, self._block_F3, *self._nodes_FN, *limits, drafts)
         return drafts
 
     def rounds(self, live: LiveSlots) -> np.ndarray:
-        """Return the round of each request's newest block; −1 without a block."""
-        which_A = self._rows(live)  # first: it may make room
+        """Return the round of the newest block of each request; −1 without a block."""
+        which_A = self._rows(live)  # first, since this may grow the arrays
         return self._block_F3[which_A, ROUND]
 
     def forget(self, request_ids: Iterable[int]) -> None:
@@ -106,9 +106,9 @@ def _follow(  # type: ignore[no-untyped-def]
     max_A,
     out,
 ):
-    """Write the drafts that follow from blocks; return how many blocks were given up."""
+    """Write the drafts that follow from blocks; return the number of discarded blocks."""
     stale = 0
-    place_N = np.empty(tokens_FN.shape[1], np.int32)  # of its draft tokens in the draft
+    place_N = np.empty(tokens_FN.shape[1], np.int32)  # index in the draft of each block token
     depth_N = np.empty(tokens_FN.shape[1], np.int32)
     for a in range(len(rows_A)):
         f = which_A[a]
@@ -137,7 +137,7 @@ def _follow(  # type: ignore[no-untyped-def]
             if depth_N[n] > window_A[a] or size >= max_A[a]:
                 continue
             at = -1 if parent == node else place_N[parent]
-            same = at + 1  # a block that is wrong may have siblings with one token
+            same = at + 1  # a wrong block may have siblings with equal tokens
             while same < size and (
                 out.parents_AN[a, same] != at or out.tokens_AN[a, same] != tokens_FN[f, n]
             ):
@@ -152,19 +152,19 @@ def _follow(  # type: ignore[no-untyped-def]
     return stale
 
 
-MISSING_SHARE = 0.5  # share of requests without a draft above which a round waits
+MISSING_SHARE = 0.5  # a round waits if at least this share of requests lacks a draft
 
 
 class RequestPlans(Protocol):
-    """Plans the drafts of each request, by its observed acceptance."""
+    """Plans for the drafts of each request, by observed acceptance."""
 
     deadline_s: float
 
     def plan(self, request_id: int, batch: int) -> DraftPlan:
-        """Return the plan of a request on a worker with a batch of this many."""
+        """Return the plan of a request on a worker with `batch` live requests."""
 
     def observed(self, live: LiveSlots, accepted_A: np.ndarray, seen_A: np.ndarray) -> None:
-        """Observe how many draft tokens were accepted, and how many were decided."""
+        """Learn how many draft tokens were accepted, and how many were decided."""
         return
 
     def forget(self, request_ids: Sequence[int]) -> None:
@@ -182,7 +182,7 @@ class OnePlan(RequestPlans):
 
 
 class DecoupledDrafter(Drafter):
-    """Drafts of one draft model, by drafting workers at the other ends of `links`."""
+    """Drafts of one draft model, from the drafting workers that `links` connect to."""
 
     arrives_later = True
 
@@ -191,9 +191,9 @@ class DecoupledDrafter(Drafter):
     ) -> None:
         self._links, self._plans, self._sampling = tuple(links), plans, sampling
         self.received = ReceivedBlocks()
-        # of each request: generation of its link, number of tokens sent, number of commits
+        # per request: generation of its link, number of tokens sent, number of commits
         self._sent = dict[int, tuple[int, int, int]]()
-        self._last: LiveSlots | None = None  # of the last drafts
+        self._last: LiveSlots | None = None  # requests of the last drafts
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         plans = [self._plans.plan(r, len(live)) for r in live.request_ids_A.tolist()]
@@ -220,7 +220,7 @@ class DecoupledDrafter(Drafter):
         mine_AN = drafts.sources_AN == Source.MODEL
         accepted_A = (acceptance.accepted_AN & mine_AN).sum(axis=1)
         seen_A = (acceptance.observed_AN & mine_AN).sum(axis=1)
-        # along a path: the accepted ones and the one that was not
+        # along a path: the accepted tokens and the first rejected token
         seen_A = np.minimum(seen_A, accepted_A + 1)
         self._plans.observed(self._last, accepted_A, seen_A)
 
@@ -275,7 +275,7 @@ class DecoupledDrafter(Drafter):
 
 
 def _chain(drafts: Drafts | None, a: int) -> np.ndarray:
-    """Return the likeliest path of a request's draft from its root."""
+    """Return the likeliest path from the root of the draft of a request."""
     path, at = list[int](), -1
     if drafts is not None:
         for n in range(int(drafts.count_A[a])):

@@ -1,10 +1,10 @@
 """The messages between a verifying and a drafting worker, in plain arrays.
 
-    verifying  ── Commit: a request's tokens, and the chain that is verified next ────→  drafting
+    verifying  ── Commit: request tokens, and the chain that is verified next ────────→  drafting
     verifying  ←──────── Block: a tree of draft tokens after `base_tokens` ────────────  drafting
 
 A block names its request, committed length and round. So a late, repeated or lost block costs speed
-and never a token: draft tokens that do not follow from the request's present tokens are not used.
+but never a token: draft tokens that do not follow the current tokens of the request are not used.
 Source: SpecActor section 4.1.
 """
 
@@ -15,15 +15,15 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-MAX_NODES = 2**15 - 1  # no limit: budgets have smaller ones
+MAX_NODES = 2**15 - 1  # no limit: budgets are smaller
 
 
 class DraftPlan(NamedTuple):
-    """A request's window of draft tokens, and whether the next one is drafted early.
+    """The draft window of a request, and whether the next window is drafted early.
 
-    Decoupled drafting continues while a window is verified, up to 2 · window − 1 draft tokens in
-    vain; otherwise it waits for the verification (the paper: coupled). A round verifies at most
-    `max_nodes` of a block; only the verifier knows them.
+    Decoupled drafting continues while a window is verified, and wastes up to 2 · window − 1 draft
+    tokens; otherwise drafting waits for the verification (the paper: coupled). A round verifies at
+    most `max_nodes` draft tokens of a block; only the verifying worker uses this limit.
     """
 
     window: int
@@ -32,9 +32,9 @@ class DraftPlan(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """A request's tokens from `first` on, of prompt and response, and the `chain` verified next.
+    """Prompt and response tokens of a request from `first` on, and the `chain` verified next.
 
-    `round` counts the request's commits; `processing` is temperature, top-k and top-p.
+    `round` counts the commits of the request; `processing` is temperature, top-k and top-p.
     """
 
     request_id: int
@@ -56,7 +56,8 @@ class Block(NamedTuple):
     """Draft tokens after the first `base_tokens` of a request, likeliest first: a tree.
 
     `parents_N` is −1 for a child of the root, else the index of an earlier draft token; `prob_N`
-    the probability of a draft token and all above it. `round` is of the last commit known.
+    is the probability of a draft token with all its ancestors. `round` is from the last known
+    commit.
     """
 
     request_id: int
@@ -68,16 +69,16 @@ class Block(NamedTuple):
 
 
 class DraftLink(Protocol):
-    """A verifying worker's link to one drafting worker; only `wait` waits for a draft.
+    """A link from a verifying worker to one drafting worker; only `wait` waits for a draft.
 
     `generation` changes if the drafting worker has forgotten all requests. A link without a worker
-    drops all commits and returns no block.
+    drops all commits and returns no blocks.
     """
 
     generation: int
 
     def send(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
-        """Send commits, and the requests that have left."""
+        """Send commits, and the ids of requests that have left."""
 
     def take(self) -> Sequence[Block]:
         """Return the received blocks."""

@@ -1,9 +1,9 @@
-"""A drafter's cache: a row per request, completed before each draft.
+"""The cache of a drafter, with a row per request that is completed before each draft.
 
-Entries follow from a request's tokens (draft model), or from these and the policy's hidden states
-(EAGLE), so that nothing moves with a request. Rows that lack entries are computed in chunks.
-B = rows of the cache, S = its positions, A = requests that draft, P = chunks of a pass,
-C = tokens of a chunk, W = tokens of a draft's window.
+Entries are computed from request tokens (draft model), or from tokens and policy hidden states
+(EAGLE), so that no entry moves with a request. Missing entries are computed in chunks.
+B = rows of the cache, S = positions of the cache, A = requests that draft, P = chunks of a pass,
+C = tokens of a chunk, W = tokens of a draft window.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ KINDS = {"keys": kv_cache.KEYS, "values": kv_cache.VALUES}
 
 
 class Runner(Protocol):
-    """The part of `rl.engine.model_runner.ModelRunner`, a worker's devices, that drafters use."""
+    """The part of `rl.engine.model_runner.ModelRunner` (worker devices) that drafters use."""
 
     dtype: Any
     model: ModelConfig
-    config: Any  # with its buckets of slots
+    config: Any  # with the slot buckets
 
     @property
     def is_paged(self) -> bool: ...
@@ -59,10 +59,10 @@ class Runner(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PassSizes:
-    """Shapes of the passes over tokens whose entries a row lacks.
+    """Shapes of the passes that compute missing entries of rows.
 
-    A draft computes the last `window_tokens` of each row; earlier ones come in chunks of one of the
-    `chunk_widths`, ascending, about `pass_tokens` a pass.
+    A draft computes the last `window_tokens` tokens of each row. Earlier tokens are computed in
+    chunks of one of the `chunk_widths` (ascending), with about `pass_tokens` tokens per pass.
     """
 
     window_tokens: int
@@ -70,17 +70,17 @@ class PassSizes:
     pass_tokens: int = 512
 
     def shape(self, missing_tokens: int, num_rows: int, num_positions: int) -> tuple[int, int]:
-        """Return (P, C) of a pass if the row that lacks most lacks so many tokens."""
+        """Return (P, C) of a pass if a row lacks at most `missing_tokens` tokens."""
         widths = [min(w, num_positions) for w in self.chunk_widths]
         C = next((w for w in widths if w >= missing_tokens), widths[-1])
         return min(num_rows, max(1, self.pass_tokens // C)), C
 
 
 class DraftCache:
-    """The rows of one drafter on the host (`rows`) and on the device (`arrays`), as many as slots.
+    """The rows of one drafter on the host (`rows`) and on the device (`arrays`), one row per slot.
 
-    `arrays` are None until the first draft, and after a failed step that consumed them. They are
-    pages if the engine's cache is, unless it is not `may_be_paged`.
+    `arrays` is None until the first draft, and after a failed step that consumed the arrays. The
+    arrays are paged if the engine cache is paged and `may_be_paged` is set.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class DraftCache:
     def follow(
         self, live: LiveSlots, some: LiveSlots, num_positions: int, given: Inputs
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of some requests, complete but for a window, and their acceptance."""
+        """Return the rows of some requests, complete except for a window, and their acceptance."""
         self._fit(live, self._runner.config.slot_bucket(len(live.tokens_BL)), num_positions)
         rows_A, acceptance_A2 = self.rows.follow(some)
         if self._pages is not None:
@@ -115,11 +115,11 @@ class DraftCache:
         return rows_A, acceptance_A2
 
     def has_room(self, rows_A: np.ndarray) -> np.ndarray:
-        """Return which rows can hold their requests' entries, by their pages; bool [A]."""
+        """Return which rows have pages for all entries of their requests; bool [A]."""
         return np.ones(len(rows_A), bool) if self._pages is None else self._pages.has_room_B[rows_A]
 
     def taken(self) -> Cache:
-        """Return the arrays for a step that consumes them; its result replaces them."""
+        """Return the arrays for a step that consumes them; the step result must replace them."""
         taken, self.arrays = self.arrays, None
         assert taken is not None
         return taken
@@ -127,7 +127,7 @@ class DraftCache:
     def ends(
         self, live: LiveSlots, rows_A: np.ndarray, max_A: np.ndarray, sampling: SamplingConfig
     ) -> Any:
-        """Return a table for `unpack_ends` to draft for these requests; other rows are at rest."""
+        """Return a table for `unpack_ends` to draft for these requests; other rows are idle."""
         W, first = self.passes.window_tokens, self.drafting.first_token
         table_BX = np.zeros((len(self.rows), W + len(END_COLUMNS)), np.int32)
         start_A1 = np.maximum(live.total_tokens_A - W, first)[:, None]
@@ -142,7 +142,7 @@ class DraftCache:
         return self._runner.argument(table_BX)
 
     def complete(self, live: LiveSlots, missing_tokens: int = 0) -> None:
-        """Note that these rows have the entries of all but the last tokens of their requests."""
+        """Record that the rows of these requests have all but the last `missing_tokens` entries."""
         rows_A, _ = self.rows.follow(live)
         known_A = np.maximum(live.total_tokens_A - missing_tokens, 0)
         self.rows.known_B[rows_A] = np.where(self.has_room(rows_A), known_A, 0)
@@ -163,14 +163,14 @@ class DraftCache:
         return paged_cache.init(self._model, num_rows, *pages, runner.zero_rows)
 
     def empty_ends(self, num_rows: int) -> Any:
-        """Return a table for `unpack_ends` of rows at rest."""
+        """Return a table of idle rows for `unpack_ends`."""
         shape = num_rows, self.passes.window_tokens + len(END_COLUMNS)
         return self._runner.argument(np.zeros(shape, np.int32))
 
     def programs(
         self, num_rows: int, num_positions: int, given: Callable[[], Inputs]
     ) -> Iterator[Program]:
-        """Yield the passes over chunks, and changes of buckets that the engine does not compile."""
+        """Yield the passes over chunks, and bucket changes that the engine does not compile."""
         B, S = num_rows, num_positions
         for P, C in sorted({self.passes.shape(n, B, S) for n in self.passes.chunk_widths}):
 
@@ -199,7 +199,7 @@ class DraftCache:
     # -- sizes and chunks ----------------------------------------------------------------
 
     def _fit(self, live: LiveSlots, num_rows: int, num_positions: int) -> None:
-        """Bring the cache to these rows and to a bucket with the positions, step by step."""
+        """Resize the cache to `num_rows` and a bucket with `num_positions`, bucket by bucket."""
         if self._pages is not None:
             self._fit_pages(self._pages, live, num_rows)
             return
@@ -219,7 +219,7 @@ class DraftCache:
             self._resize(live, num_rows, above(size))
 
     def _fit_pages(self, pages: RowPages, live: LiveSlots, num_rows: int) -> None:
-        """Bring the table to these rows; the pages stay in place."""
+        """Resize the page table to `num_rows`; the pages stay in place."""
         [num_positions] = self._runner.round_positions(num_rows)
         tokens = num_positions + self.drafting.first_token
         if self.arrays is None:
@@ -241,7 +241,7 @@ class DraftCache:
         self.arrays = kv_cache.resize(arrays, self._runner.put(row_B), num_positions)
 
     def _catch_up(self, live: LiveSlots, rows_A: np.ndarray, given: Inputs) -> None:
-        """Compute entries until no row lacks more than its window, the longest first."""
+        """Compute entries until no row lacks more than its window, longest gaps first."""
         held, passes, total_A = self.rows, self.passes, live.total_tokens_A
         while True:
             missing_A = total_A - held.known_B[rows_A] - passes.window_tokens

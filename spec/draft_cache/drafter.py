@@ -1,7 +1,7 @@
-"""Drafters on the device with a separate cache, as rollouts use them.
+"""Device drafters with a separate cache, as rollouts use them.
 
-A draft is one call after the cache is complete, and one fetch if the host is to see it. A = live
-requests, X = draft tokens.
+A draft takes one call once the cache is complete, and one fetch if the host needs the draft. A =
+live requests, X = draft tokens.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from reprise.spec.drafter import (
 
 
 class CachingDrafter(Drafter, Protocol):
-    """The drafter of one worker for one rollout; its kinds define the inputs of their programs.
+    """The drafter of one worker for one rollout; subclasses define the inputs of their programs.
 
-    Drafts are up to `depth` deep, which may change between rounds. Call all methods under the
-    runner's mesh or default device.
+    Drafts are up to `depth` tokens deep; `depth` may change between rounds. Call all methods under
+    the mesh or default device of the runner.
     """
 
     source: Source
     depth: int
     max_tokens: int
-    missing_tokens: int = 0  # whose entries rows lack after rounds on the device
+    missing_tokens: int = 0  # last tokens without entries after rounds on the device
     _held: DraftCache
     _sampling: SamplingConfig
 
@@ -48,25 +48,25 @@ class CachingDrafter(Drafter, Protocol):
         ...
 
     def features(self) -> tuple[Any, ...]:
-        """Return the policy's features, if the drafter reads them."""
+        """Return the policy features, if the drafter reads them."""
         return ()
 
     def empty_features(self, num_slots: int, num_positions: int) -> tuple[Any, ...]:
-        """Return zeroed ones, to compile programs with."""
+        """Return zeroed features, to compile programs with."""
         return ()
 
     def reach(self) -> int:
-        """Return how deep the next drafts go."""
+        """Return the depth of the next drafts."""
         return self.depth
 
     def note_drafts(
         self, live: LiveSlots, rows_A: np.ndarray, tokens_AX: np.ndarray, count_A: np.ndarray
     ) -> None:
-        """Record the entries that the cache has of these requests after a draft."""
+        """Record the entries of these requests that the cache has after a draft."""
         ...
 
     def observe_chains(self, acceptance_A2: np.ndarray) -> None:
-        """Learn the acceptance of chains, as of `CachedRows.follow`."""
+        """Learn the acceptance of chains, as returned by `CachedRows.follow`."""
         return
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
@@ -79,7 +79,7 @@ class CachingDrafter(Drafter, Protocol):
             return drafts
         some, max_A, features = live.take(chosen_A), max_A[chosen_A], self.features()
         depth = min(self.reach(), int(max_A.max()))  # the best n draft tokens are n deep at most
-        # what reads the policy's cache is as long as that
+        # a drafter that reads policy features uses the length of the policy cache
         max_length = int((some.total_tokens_A + np.minimum(max_A, depth)).max())
         num_positions = features[0].shape[2] if features else max_length
         rows_A, acceptance_A2 = held.follow(live, some, num_positions, (self.constants(), features))
@@ -137,7 +137,7 @@ class CachingDrafter(Drafter, Protocol):
     # -- programs ------------------------------------------------------------------------
 
     def programs(self, num_slots: int, num_positions: int) -> Iterator[Program]:
-        """Yield the jitted steps of rollouts in this bucket, and makers of their arguments."""
+        """Yield the jitted steps of rollouts in this bucket, and factories of their arguments."""
         held, size = self._held, (num_slots, num_positions)
 
         def given() -> Inputs:

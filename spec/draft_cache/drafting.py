@@ -1,11 +1,11 @@
-"""The device's part of drafters with a cache: their tables, the protocol, steps that call it.
+"""The device side of drafters with a cache: tables, the `Drafting` protocol, and jitted steps.
 
 `draft_rounds` drafts a tree for every slot, verifies the best draft tokens of all slots and absorbs
-the emitted tokens into the drafter's cache, several times between two fetches.
+the emitted tokens into the drafter cache, several times between two fetches.
 
 B = slots or rows of the cache, R = rows of the cache, P = chunks, C = tokens of a chunk, W = tokens
-of a draft's window, X = draft tokens of a row, M = nodes of a round, N = nodes of a slot at most,
-the root included, F = rounds of a fetch.
+of a draft window, X = draft tokens of a row, M = nodes of a round, N = maximum nodes of a slot,
+including the root, F = rounds of a fetch.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ END_COLUMNS = ("slot", "total", "emitted", "request_id", "max", "temperature", "
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowEnds:
-    """The last W of a row's `total` tokens (all, if there are fewer), to draft from.
+    """The last W of the `total` tokens of each row (or all tokens, if fewer), to draft from.
 
-    `slot_B` is the request's row among the policy's, `emitted_B` counts its response tokens,
-    `max_B` its draft tokens at most: rows with none are at rest, and not written.
+    `slot_B` is the row of the request in the policy cache, `emitted_B` counts its response tokens,
+    `max_B` limits its draft tokens. Rows with a limit of 0 are idle and are not written.
     """
 
     tokens_BW: Any
@@ -53,7 +53,7 @@ class RowEnds:
     processing: Processing
 
     def starts(self, first_token: int, at_rest: int) -> jax.Array:
-        """Return the place of each row's first token in the window; `at_rest` for rows at rest."""
+        """Return the position of the first window token of each row; `at_rest` for idle rows."""
         start_B = jnp.maximum(self.total_B - self.tokens_BW.shape[1], first_token)
         return jnp.where(self.max_B > 0, start_B, at_rest)
 
@@ -70,17 +70,17 @@ def unpack_ends(table_BX: jax.Array) -> RowEnds:
 
 
 def unpack_chunks(table_PX: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return chunks' rows (B: padding), slots, places of their first tokens, and tokens."""
+    """Return the rows (B: padding), slots, first positions and tokens of chunks."""
     n = len(CHUNK_COLUMNS)
     row_P, slot_P, first_P = table_PX[:, :n].T
     return row_P, slot_P, first_P, table_PX[:, n:]
 
 
-Inputs = tuple[Any, tuple[Any, ...]]  # constants, and the policy's states (for `state_windows`)
+Inputs = tuple[Any, tuple[Any, ...]]  # constants, and policy states (for `state_windows`)
 
 
 class DraftTrees(NamedTuple):
-    """Trees by row of the cache (parent −1: root), likeliest first: the first n are a tree."""
+    """Trees by cache row (parent −1: root), likeliest first; the first n tokens form a tree."""
 
     tokens_RX: jax.Array
     parents_RX: jax.Array
@@ -89,7 +89,7 @@ class DraftTrees(NamedTuple):
 
 
 class RoundResult(NamedTuple):
-    """A round's waiting entries, draws, slots after it; and each slot's row."""
+    """Pending entries and draws of a round, the slots after it, and the cache row of each slot."""
 
     pending: Pending
     drawn: Drawn
@@ -98,22 +98,22 @@ class RoundResult(NamedTuple):
 
 
 class Drafting(Protocol):
-    """A way to draft inside a program; hashable, as it is a static argument.
+    """A way to draft inside a program; hashable, since it is a static argument.
 
-    `constants` are its weights and other constants, `last` its state between rounds besides the
-    cache. Token `first_token` of a row is the first with an entry, at position 0. If entries do not
-    depend on one another (`apart`), a pass may have several chunks of a row.
+    `constants` are weights and other constants, `last` is the state between rounds in addition to
+    the cache. Token `first_token` of a row is the first token with an entry, at position 0. If
+    entries do not depend on each other (`apart`), a pass may have several chunks of a row.
     """
 
     first_token: ClassVar[int]
     apart: ClassVar[bool]
 
     def catch_up(self, given: Inputs, cache: Cache, table_PX: jax.Array) -> Cache:
-        """Write the entries of chunks (`unpack_chunks`), by the policy's features."""
+        """Write the entries of chunks (`unpack_chunks`), computed from policy features."""
         ...
 
     def begin(self, given: Inputs, cache: Cache, ends: RowEnds) -> tuple[Cache, Any]:
-        """Absorb the rows' windows, by the policy's features; return the cache and `last`."""
+        """Absorb the row windows, using policy features; return the cache and `last`."""
         ...
 
     def draft(
@@ -124,19 +124,19 @@ class Drafting(Protocol):
         depth: jax.Array,
         max_tokens: int,
     ) -> tuple[Cache, DraftTrees]:
-        """Draft up to `max_tokens` tokens after the rows' ends, at most `depth` deep."""
+        """Draft up to `max_tokens` tokens after the end of each row, at most `depth` deep."""
         ...
 
     def absorb(
         self, constants: Any, state: tuple[Cache, Any], result: RoundResult
     ) -> tuple[Cache, Any]:
-        """Absorb a round's result; return the cache and `last`."""
+        """Absorb the result of a round; return the cache and `last`."""
         ...
 
 
 @partial(jax.jit, static_argnames="drafting", donate_argnames="cache")
 def catch_up(given: Inputs, cache: Cache, table_PX: jax.Array, *, drafting: Drafting) -> Cache:
-    """Write the entries of chunks that rows lack."""
+    """Write the missing entries of rows, given as chunks."""
     return drafting.catch_up(given, cache, table_PX)
 
 
@@ -150,7 +150,7 @@ def draft(
     drafting: Drafting,
     max_tokens: int,
 ) -> tuple[Cache, jax.Array]:
-    """Draft from the ends of all rows; return the cache, and int32 [R, 3 X + 1] for `unpack`."""
+    """Draft from the last tokens of rows; return the cache, and int32 [R, 3 X + 1] for `unpack`."""
     ends = unpack_ends(table_RX)
     state = drafting.begin(given, cache, ends)
     cache, trees = drafting.draft(given[0], state, ends, depth, max_tokens)
@@ -160,7 +160,7 @@ def draft(
 
 
 def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return (tokens_RX, parents_RX, prob_RX, count_R) on the host: waits for the device."""
+    """Return (tokens_RX, parents_RX, prob_RX, count_R) on the host; wait for the device."""
     tokens_RX, parents_RX, bits_RX, count_R1 = np.split(
         np.asarray(packed), np.arange(1, 4) * (packed.shape[1] // 3), axis=1
     )
@@ -168,7 +168,7 @@ def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.nd
 
 
 class Shape(NamedTuple):
-    """The nodes of a round, the most of a slot, and the rounds of a fetch; static."""
+    """The static sizes: nodes of a round, maximum nodes of a slot, and rounds of a fetch."""
 
     num_nodes: int
     tree_nodes: int
@@ -197,12 +197,13 @@ def draft_rounds(
     drafting: Drafting,
     shape: Shape,
 ) -> tuple[KVCache, Pending, Slots, Cache, jax.Array]:
-    """Draft and verify until a limit is reached; int32 [F, 6, B, N] for `unpack_rounds`.
+    """Draft and verify until a limit is reached; int32 [F, 6, B, N] is for `unpack_rounds`.
 
-    `table_RX` is of `DraftCache.ends`. `limits_4` are the most rounds, the requests after whose end
-    the host is waited for, the most tokens of one request, and the depth of trees. Probabilities
-    of a slot's draft tokens are scaled by `scale_B`. Callers make room for one round in the cache;
-    rounds end when it is full. A request's last token is never among its draft tokens.
+    `table_RX` is from `DraftCache.ends`. `limits_4` holds the maximum number of rounds, the number
+    of finished requests after which the rounds stop, the maximum number of tokens of one request,
+    and the tree depth. `scale_B` scales the draft token probabilities of each slot. Callers make
+    room for one round in the cache; rounds stop when the cache is full. The last token of a request
+    is never a draft token.
     """
     num_rounds, stop_after, max_tokens, depth = limits_4
     table, N, S = unpack_ends(table_RX), shape.tree_nodes, cache.num_positions
@@ -248,13 +249,13 @@ def draft_rounds(
 
 
 def _rows_of(table: RowEnds, num_slots: int) -> jax.Array:
-    """Return the drafter's row of each slot; of slots without one any row."""
+    """Return the drafter row of each slot, or an arbitrary row for slots without a row."""
     theirs_BR = table.slot_B == jnp.arange(num_slots)[:, None]
     return jnp.argmax(theirs_BR & (table.total_B > 0), axis=1).astype(jnp.int32)
 
 
 def _at_rest(table: RowEnds, slots: Slots) -> RowEnds:
-    """Return the rows' ends as the slots are now; rows that may draft nothing rest."""
+    """Return the table with current lengths and limits; rows that may not draft are idle."""
     length_R, emitted_R, limit_R, active_R = (
         jnp.take(x, table.slot_B, axis=0)
         for x in (slots.length, slots.emitted, slots.limit, slots.active)
@@ -271,7 +272,7 @@ def _trees(
     scale_B: jax.Array,
     shape: Shape,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return each slot's tokens, parents and bits of probabilities, [3, B, N], and its nodes."""
+    """Return tokens, parents and probability bits of slots, [3, B, N], and node counts."""
     tokens_BX, parents_BX, prob_BX = (x[row_B] for x in drafts[:3])
     count_B = jnp.minimum(drafts.count_R, max_R)[row_B]
     real_BX = jnp.arange(prob_BX.shape[1]) < jnp.where(slots.active, count_B, 0)[:, None]
@@ -279,9 +280,9 @@ def _trees(
     if max_drafts < real_BX.size:
         scaled_BX = prob_BX * scale_B[:, None]
         expected_BX = 1 + jnp.cumsum(scaled_BX, axis=1)  # tokens of the request
-        # as of `spec.budget.budget.best`
+        # the ranking of `spec.budget.budget.best`
         worth_BX = scaled_BX / (expected_BX - scaled_BX)
-        # of equals the earlier one is taken, a parent before its children, also if it is rounded
+        # ties go to the earlier token: a parent precedes its children even after rounding
         worth_BX = jnp.where(real_BX, jax.lax.cummin(worth_BX, axis=1), -1.0)
         _, chosen = jax.lax.top_k(worth_BX.reshape(-1), max_drafts)
         real_BX &= jnp.zeros(real_BX.size, bool).at[chosen].set(True).reshape(real_BX.shape)
@@ -298,7 +299,7 @@ def _trees(
 
 
 def _emitted(drawn_3BN: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return each slot's emitted tokens in their order, [B, N], and their number."""
+    """Return the emitted tokens of each slot in order, [B, N], and their number."""
     tokens_BN, _, kind_BN = drawn_3BN
     emitted_BN = kind_BN > 0
     nth_BN = jnp.cumsum(emitted_BN, axis=1) - 1
@@ -309,7 +310,7 @@ def _emitted(drawn_3BN: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _window(first: int, ends: RowEnds, tokens_BN: jax.Array, count_B: jax.Array) -> jax.Array:
-    """Return the last W tokens of each row after a round that emitted these."""
+    """Return the last W tokens of each row after a round that emitted `tokens_BN`."""
     W, total_R = ends.tokens_BW.shape[1], ends.total_B
     new_RN, count_R = tokens_BN[ends.slot_B], count_B[ends.slot_B]
     start_R = jnp.maximum(total_R - W, first)
@@ -321,7 +322,7 @@ def _window(first: int, ends: RowEnds, tokens_BN: jax.Array, count_B: jax.Array)
 
 
 class DraftedRound(NamedTuple):
-    """One round on the host: tokens as of `by_slot`, trees (parent −1: the root) with bits."""
+    """One round on the host: tokens from `by_slot`, trees (parent −1: root) with bits."""
 
     tokens_BN: np.ndarray
     logprobs_BN: np.ndarray
@@ -338,7 +339,7 @@ class DraftedRound(NamedTuple):
 
 
 def unpack_rounds(packed: jax.Array) -> list[DraftedRound]:
-    """Return the rounds that were run; waits for the device."""
+    """Return the rounds that were run; wait for the device."""
     rounds = []
     for packed_6BN in np.asarray(packed):
         B, N = packed_6BN.shape[1:]

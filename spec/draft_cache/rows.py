@@ -1,6 +1,6 @@
-"""The rows of a drafter's cache on the host: the tokens whose entries it holds, and their pages.
+"""The host side of drafter cache rows: the tokens with cached entries, and the pages.
 
-B = rows of the cache, S = its positions, A = live requests, K = draft tokens of a chain.
+B = rows of the cache, S = positions of the cache, A = live requests, K = draft tokens of a chain.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ NO_OWNER = -1
 class CachedRows:
     """Rows of tokens; the cache holds the entries of `tokens_BS[b, :known_B[b]]`.
 
-    The entry of a token depends on it and on earlier ones. A row outlives its request; the next one
-    in it keeps the prefix that the two texts share: a returning request its tokens, a sibling the
-    prompt.
+    The entry of a token depends on this token and on earlier tokens. A row outlives its request.
+    The next request in the row keeps the prefix that both texts share: a returning request keeps
+    its tokens, a sibling keeps the prompt.
     """
 
     def __init__(self, num_rows: int, num_positions: int) -> None:
@@ -31,7 +31,7 @@ class CachedRows:
         self.filled_B = np.zeros(num_rows, np.int32)  # tokens, draft tokens included
         self.known_B = np.zeros(num_rows, np.int32)
         self.owner_B = np.full(num_rows, NO_OWNER, np.int64)
-        # first position and number of the last chain's draft tokens
+        # first position and number of the draft tokens in the last chain
         self.drafted_at_B = np.zeros(num_rows, np.int32)
         self.drafted_B = np.zeros(num_rows, np.int32)
         self._row_of: dict[int, int] = {}
@@ -40,9 +40,9 @@ class CachedRows:
         return len(self.owner_B)
 
     def follow(self, live: LiveSlots) -> tuple[np.ndarray, np.ndarray]:
-        """Write the requests' tokens to their rows; return these, and each last chain's acceptance.
+        """Write request tokens to their rows; return the rows, and the acceptance of last chains.
 
-        The latter is int [A, 2]: accepted draft tokens, and draft tokens with a known outcome.
+        The acceptance is int [A, 2]: accepted draft tokens, and draft tokens with a known outcome.
         """
         rows_A = self._rows(live)
         total_A = np.minimum(live.total_tokens_A, self.tokens_BS.shape[1]).astype(np.int32)
@@ -69,7 +69,7 @@ class CachedRows:
         self.drafted_at_B[rows_A], self.drafted_B[rows_A] = total_A, count_A
 
     def ended(self, live: LiveSlots) -> None:
-        """Free the rows of these requests, which each have one."""
+        """Free the rows of these requests; each request must have a row."""
         for request_id in live.request_ids_A.tolist():
             self.owner_B[self._row_of.pop(request_id)] = NO_OWNER
 
@@ -80,7 +80,7 @@ class CachedRows:
     def resized(
         self, num_rows: int, num_positions: int, live: LiveSlots
     ) -> tuple[CachedRows, np.ndarray]:
-        """Return another size, with live rows and those that know most, and their old places."""
+        """Return resized rows and their old indices; live rows and the fullest rows are kept."""
         is_live_B = np.isin(self.owner_B, live.request_ids_A)
         order_B = np.lexsort((-self.known_B, self.owner_B == NO_OWNER, ~is_live_B))[:num_rows]
         if num_rows >= len(self):
@@ -105,7 +105,7 @@ class CachedRows:
         return np.array([self._row_of[r] for r in live.request_ids_A.tolist()], np.int64)
 
     def _best_free(self, tokens_T: np.ndarray, live: LiveSlots) -> int:
-        """Return the free row that shares the longest prefix with a text, live requests' last."""
+        """Return a row without a live request, by preference unowned, with the longest prefix."""
         common_B = np.minimum(_common(self.tokens_BS, self.filled_B, tokens_T), self.known_B)
         is_live_B = np.isin(self.owner_B, live.request_ids_A)
         order_B = np.lexsort((self.known_B, -common_B, self.owner_B != NO_OWNER, is_live_B))
@@ -115,7 +115,7 @@ class CachedRows:
 
 @numba.njit(cache=True, nogil=True)
 def _follow(tokens_BL, rows_A, total_A, held_A, held_BS, filled_B):  # type: ignore[no-untyped-def]
-    """Write each request's tokens to its row; return the lengths of the prefixes they share."""
+    """Write request tokens to their rows; return the lengths of the shared prefixes."""
     agreed_A = np.zeros(len(rows_A), np.int32)
     for a in range(len(rows_A)):
         text, held, b = tokens_BL[rows_A[a]], held_BS[held_A[a]], held_A[a]
@@ -140,10 +140,10 @@ def _common(held_BS, filled_B, tokens_T):  # type: ignore[no-untyped-def]
 
 
 class RowPages:
-    """The pages of the rows: for a request's tokens and the next fetch, while there are any.
+    """The pages of the rows, for the tokens of a request and the next fetch, while pages last.
 
-    Siblings share none. If they run out, rows that do not draft now lose theirs; a request that
-    still lacks some drafts nothing for a while.
+    Siblings share no pages. If pages run out, rows that do not draft now lose their pages. A
+    request that still lacks pages drafts nothing for a while.
     """
 
     def __init__(self, num_rows: int, num_positions: int, runner: Any) -> None:
@@ -156,12 +156,12 @@ class RowPages:
         self._is_stale = False
 
     def reserve(self, rows: CachedRows, rows_A: np.ndarray, total_A: np.ndarray) -> None:
-        """Give rows pages for so many tokens and the next fetch, if there are any."""
+        """Give rows pages for `total_A` tokens and the next fetch, while pages last."""
         drafts_B = np.isin(np.arange(len(rows)), rows_A)
         for row, total in zip(rows_A.tolist(), total_A.tolist(), strict=True):
             tokens = min(total + self._ahead_tokens, self._num_positions)
             held = self._table.held_B[row]
-            self._table.release(row, tokens)  # of a longer request before it
+            self._table.release(row, tokens)  # pages of a longer, earlier request
             while not (has_room := self._table.reserve(row, tokens)):
                 if not self._take_from(rows, row, ~drafts_B):
                     self._release(rows, row)
@@ -170,7 +170,7 @@ class RowPages:
             self._is_stale |= self._table.held_B[row] != held
 
     def _take_from(self, rows: CachedRows, needing: int, may_lose_B: np.ndarray) -> bool:
-        """Release another row of the same part: one without a request, which knows least."""
+        """Release another row of the same part: preferably unowned, then the least full."""
         part_of, held_B = self._table.part_of, self._table.held_B
         others = [
             row
@@ -188,7 +188,7 @@ class RowPages:
         rows.known_B[row], self.has_room_B[row], self._is_stale = 0, False, True
 
     def take_rows(self, rows: CachedRows, row_X: np.ndarray) -> None:
-        """Make row i the former row `row_X[i]`; further rows, and rows of other parts, are new."""
+        """Make row i the former row `row_X[i]`; further rows and rows of other parts are empty."""
         before, ways = len(self._table), self._table.ways
         part_B = np.arange(len(rows)) * ways // len(rows)
         keep_B = np.pad(row_X, (0, len(rows) - len(row_X)), constant_values=-1)
@@ -199,7 +199,7 @@ class RowPages:
         self._is_stale = True
 
     def on_device(self, cache: Cache | None, runner: Any) -> PagedCache:
-        """Return the cache with this table."""
+        """Return the cache with the current page table."""
         assert isinstance(cache, PagedCache)
         if self._is_stale:
             self._is_stale = False

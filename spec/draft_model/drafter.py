@@ -1,10 +1,11 @@
-"""Drafts from a smaller model with the policy's tokenizer and a separate cache.
+"""Drafts from a smaller model with the policy tokenizer and a separate cache.
 
-Each round runs the tokens that the cache lacks through the model, then drafts a chain from every
-request's last token: one short pass, one pass a draft token, one fetch. Entries of accepted draft
-tokens stay; every pass overwrites the others before it attends to them.
-P = rows of one pass, C = tokens of a chunk, W = tokens of a chain's first pass, K = draft tokens of
-a chain. Source: the draft model of SpecActor and others; draws with shared noise are ours.
+Each round runs the tokens that the cache lacks through the model, then drafts a chain from the last
+token of every request. This takes one short pass, one pass per draft token and one fetch. Cache
+entries of accepted draft tokens stay; every pass overwrites rejected entries before it attends to
+them. P = rows of one pass, C = tokens of a chunk, W = tokens of the first pass of a chain, K =
+draft tokens of a chain. Source: the draft model of SpecActor and others; draws with shared noise
+are ours.
 """
 
 from __future__ import annotations
@@ -41,19 +42,20 @@ from reprise.spec.drafter import (
 )
 from reprise.spec.sampling import Processing
 
-MISSING_TOKENS = 2  # the last draft token, whose entry no chain computes, and the draw after it
+MISSING_TOKENS = 2  # the last draft token, which a chain does not run, and the draw after it
 
-# the least probability, the rollout's key, and probabilities of draws with shared noise by depth
+# weights, least probability, rollout key, and probabilities of draws with shared noise by depth
 Constants = tuple[transformer.Params, jax.Array, jax.Array, jax.Array]
-State = tuple[Any, tuple[()]]  # the cache, rows or pages
+State = tuple[Any, tuple[()]]  # the cache, in rows or pages
 
 
 @dataclasses.dataclass(frozen=True)
 class ChainDrafting:
-    """`Drafting` of chains; in rounds it needs windows of `MISSING_TOKENS`.
+    """`Drafting` of chains; device rounds need windows of at least `MISSING_TOKENS` tokens.
 
-    Without a `scheme` draft tokens are the likeliest, with the model's probabilities; else draws
-    with the request's noise at their positions, with the probabilities in the constants.
+    Without a `scheme`, draft tokens are the likeliest tokens, with model probabilities. With a
+    `scheme`, draft tokens are draws with the request noise at their positions, with the
+    probabilities in the constants.
     """
 
     config: ModelConfig
@@ -110,10 +112,10 @@ def _chains(
 ) -> tuple[Cached, jax.Array, jax.Array]:
     """Return the cache, and tokens and probabilities [B, K] of chains of up to `max_tokens`.
 
-    The first pass computes the last W of a row's `total` tokens: entries before these must be
-    known. Each further pass computes the last draft token. Chains end together, once each has its
+    The first pass computes the last W of the `total` tokens of a row; earlier entries must be
+    known. Each further pass computes the last draft token. All chains stop together, once each has
     `max_B` draft tokens or a probability below `min_prob`; the rest is 0. Rows are not written
-    beyond their `max_B`. Requires `total_B + max_B <= S`.
+    beyond `max_B` draft tokens. Requires `total_B + max_B <= S`.
     """
     config, scheme = drafting.config, drafting.scheme
     K, S, total_B, max_B = max_tokens, cache.num_positions, ends.total_B, ends.max_B
@@ -141,7 +143,7 @@ def _chains(
     def step(carry: tuple) -> tuple:
         k, cache, drawn = carry
         token_B1 = jax.lax.dynamic_slice_in_dim(drawn[0], k - 1, 1, axis=1)
-        at_B = jnp.where(k < max_B, total_B + k - 1, S)  # not written
+        at_B = jnp.where(k < max_B, total_B + k - 1, S)  # S: not written
         hidden_B1D, cache = run_tokens(config, params, cache, token_B1, at_B)
         return k + 1, cache, draft_token(k, hidden_B1D, drawn)
 
@@ -158,7 +160,7 @@ def run_tokens(
     tokens_BC: jax.Array,
     start_B: jax.Array,
 ) -> tuple[jax.Array, Cached]:
-    """Run tokens at positions `start …` of their rows with causal attention."""
+    """Run tokens at positions `start` … of their rows through the model, with causal attention."""
     positions_BC = start_B[:, None] + jnp.arange(tokens_BC.shape[1])
     return transformer.hidden_with_cache(config, params, cache, tokens_BC, positions_BC, start_B)[
         :2
@@ -181,12 +183,13 @@ def _draw(
 
 
 class DraftModelDrafter(CachingDrafter):
-    """Chains of a draft model: its `likeliest` tokens, or its draws (`shared_noise`).
+    """A drafter of chains: the `likeliest` tokens of a draft model, or its draws (`shared_noise`).
 
-    Shared noise is the policy's noise by position: a draft is accepted if both distributions map it
-    to the same token. A `likeliest` draft token has the product of the model's probabilities at the
-    sampling's temperature, one with shared noise the mean acceptances observed at each depth.
-    `model` has the vocabulary of the runner's; `params` are on its devices.
+    Shared noise is the noise of the policy at each position: a draft token is accepted if both
+    distributions map the noise to the same token. The probability of a `likeliest` draft token is
+    the product of model probabilities at the sampling temperature. With shared noise, it is the
+    product of the mean acceptance rates observed at each depth. `model` has the vocabulary of the
+    runner model; `params` are on the runner devices.
     """
 
     source, missing_tokens = Source.MODEL, MISSING_TOKENS
@@ -207,7 +210,7 @@ class DraftModelDrafter(CachingDrafter):
         self.depth = self.max_tokens = self.config.max_draft_tokens
         self._params, self._sampling, self._key = params, sampling, key
         self._proposal = proposal
-        # `reach` cuts chains of shared noise: the model does not know their probabilities
+        # `reach` cuts chains with shared noise, since the model does not know their probabilities
         self._min_prob = self.config.min_prob if proposal == "likeliest" else 0.0
         drafting = ChainDrafting(model, sampling.scheme if proposal == "shared_noise" else None)
         cached = model, _passes(self.config), drafting, runner
@@ -230,7 +233,7 @@ class DraftModelDrafter(CachingDrafter):
     # -- probabilities ---------------------------------------------------------------------
 
     def observe_chains(self, acceptance_A2: np.ndarray) -> None:
-        """Count, by depth, chains accepted up to there, and those whose next token was accepted."""
+        """Count, by depth, chains accepted up to there, and chains with the next token accepted."""
         depth_K = np.arange(len(self._accepted_K))
         accepted_A1, seen_A1 = acceptance_A2[:, :1], acceptance_A2[:, 1:]
         self._accepted_K += (depth_K < accepted_A1).sum(axis=0)
@@ -241,14 +244,14 @@ class DraftModelDrafter(CachingDrafter):
         return np.cumprod(rate_K).astype(np.float32)
 
     def reach(self) -> int:
-        """Return how many draft tokens are worth drafting: at least one, to keep observing."""
+        """Return the number of draft tokens worth drafting, at least 1 to keep observing."""
         if self._proposal == "likeliest":
             return self.depth
         return max(1, int((self._mean_prob()[: self.depth] >= self.config.min_prob).sum()))
 
 
 def _passes(config: ChainConfig) -> PassSizes:
-    """Return passes of chunks whose widths are each a quarter of the next, all above the window."""
+    """Return pass sizes with chunk widths that grow by a factor of 4, all above the window."""
     widths, width = [config.chunk_tokens], config.chunk_tokens // 4
     while width > config.window_tokens:
         widths.append(width)

@@ -1,9 +1,9 @@
-"""A draft model one round ahead of verification: it drafts for each outcome of a chain.
+"""A draft model one round ahead of verification, with drafts for each outcome of a chain.
 
-While a chain of k draft tokens is verified, its first 0 … k may be accepted, and a token of the
-policy follows. For each case the `fan_out` likeliest of these tokens and a chain after each are
-drafted (as in SGLang's decoupled drafts and SSD, arXiv 2603.03251). With the position's noise the
-model's own draw is the first guess, unless it has just been rejected.
+While a chain of k draft tokens is verified, its first 0 … k tokens may be accepted, and a policy
+token follows. For each case, the draft model guesses the `fan_out` likeliest next tokens and drafts
+a chain after each guess (as in the decoupled drafts of SGLang and in SSD, arXiv 2603.03251). With
+shared noise, the draw of the draft model is the first guess, unless it has just been rejected.
 
 B = rows of the cache, K = draft tokens of a chain, Z = K + 1 cases, F = guesses of a case, E = Z ·
 F branches, W = tokens of the first pass, X = columns of the branches' nodes.
@@ -33,7 +33,7 @@ from reprise.spec.drafter import Arguments, LiveSlots, Program
 
 @dataclasses.dataclass(frozen=True)
 class Enumeration:
-    """The static arguments: how a draft model draws, its longest chain, and guesses of a case."""
+    """The static arguments: how a draft model draws, its longest chain, and guesses per case."""
 
     drafting: ChainDrafting
     window: int
@@ -54,10 +54,10 @@ def enumerate_cases(
     *,
     enumeration: Enumeration,
 ) -> tuple[KVCache, jax.Array]:
-    """Draft after every case of each row's chain; return the cache, and int32 [R, Z, F, 2 + 2 K].
+    """Draft after every case of the row chains; return the cache, and int32 [R, Z, F, 2 + 2 K].
 
-    A chain has its draft tokens, then −1. A branch has its guess, a chain of `depth` tokens after
-    it, a second choice for each, and the bits of the guess's probability.
+    `chain_RK` holds draft tokens, then −1. A branch holds a guess, a chain of `depth` tokens after
+    it, a second choice for each chain token, and the bits of the guess probability.
     """
     (params, _, key, _), _ = given
     ends, K = unpack_ends(table_RX), enumeration.window
@@ -72,7 +72,7 @@ def enumerate_cases(
 
 
 def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (tokens_RZFN, second_RZFK, prob_RZF): guesses and their chains, second choices."""
+    """Return (tokens_RZFN, second_RZFK, prob_RZF): guesses with chains, and second choices."""
     array = np.asarray(packed)
     N = array.shape[-1] // 2
     tokens_RZFN, second_RZFK, bits_RZF1 = np.split(array, (N, 2 * N - 1), axis=-1)
@@ -90,7 +90,7 @@ class _Cases:
     key: jax.Array
 
     def first_pass(self, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        """Run lacking tokens and chains; return hidden states from the root on, [R, Z, D]."""
+        """Run missing tokens and chains; return hidden states from the root on, [R, Z, D]."""
         ends, W, K = self.ends, self.ends.tokens_BW.shape[1], self.enumeration.window
         start_R = ends.starts(0, cache.num_positions)
         own_R1 = jnp.minimum(ends.total_B, W)[:, None]  # tokens before the chain
@@ -104,7 +104,7 @@ class _Cases:
         return jnp.take_along_axis(hidden_RXD, of_case_RZ1, axis=1), cache
 
     def guesses(self, hidden_RZD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return each case's likeliest tokens, and their probabilities; [R, Z, F]."""
+        """Return the likeliest tokens of each case, and their probabilities; [R, Z, F]."""
         F, scheme = self.enumeration.fan_out, self.enumeration.drafting.scheme
         logits_RZV = transformer.head(self.enumeration.drafting.config, self.params, hidden_RZD)
         processing = self.ends.processing
@@ -145,13 +145,13 @@ class _Cases:
 
     @property
     def _case_E(self) -> np.ndarray:
-        """The number of draft tokens of the chain that each branch takes as accepted."""
+        """The number of chain tokens that each branch assumes accepted."""
         return np.arange(self.enumeration.num_branches) // self.enumeration.fan_out
 
     def _level(
         self, cache: KVCache, columns: Any, token_RE: jax.Array, j: jax.Array
     ) -> tuple[jax.Array, Any]:
-        """Run a node of each branch, j after its guess; return hidden states, and the columns."""
+        """Run one node per branch, j tokens after its guess; return hidden states and columns."""
         config, E = self.enumeration.drafting.config, token_RE.shape[1]
         total_R1 = self.ends.total_B[:, None]
         rope = rope_turns(config, total_R1 + self._case_E + j)
@@ -193,13 +193,13 @@ class _Cases:
         return jax.lax.top_k(logits_REV, 2)[1].astype(jnp.int32)
 
     def _noise(self, ahead_1N: jax.Array) -> jax.Array:
-        """Return the keys of the positions `ahead` of the rows' responses, [R, N]."""
+        """Return the noise keys of positions `ahead` of the end of each response, [R, N]."""
         keys_R = sampling.request_keys(self.key, self.ends.request_id_B)
         return sampling.position_keys(keys_R, self.ends.emitted_B[:, None] + ahead_1N)
 
 
 class AheadDraftModel(DraftModelDrafter):
-    """A draft model of a drafting worker, whose texts end with unverified draft tokens."""
+    """A draft model of a drafting worker, for texts that end with unverified draft tokens."""
 
     def note_drafts(
         self, live: LiveSlots, rows_A: np.ndarray, tokens_AX: np.ndarray, count_A: np.ndarray
@@ -209,7 +209,7 @@ class AheadDraftModel(DraftModelDrafter):
 
 
 class EnumeratingDraftModel(AheadDraftModel):
-    """A draft model that drafts for each case of the chains that are being verified."""
+    """A draft model that drafts for each case of the chains under verification."""
 
     may_be_paged = False  # nodes of a row see different numbers of its positions
 
@@ -218,8 +218,8 @@ class EnumeratingDraftModel(AheadDraftModel):
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (tokens_AZFN, second_AZFK, prob_AZF): drafts for each outcome of each chain.
 
-        After i accepted tokens there are F guesses with their probability, each with a chain of
-        `depth` tokens and second choices; the rest is 0. `chain_AK` is padded with −1.
+        After i accepted tokens there are F guesses with probabilities. Each guess has a chain of
+        `depth` tokens with second choices; the rest is 0. `chain_AK` is padded with −1.
         """
         held, inputs = self._held, (self.constants(), self.features())
         A, K = chain_AK.shape
@@ -239,7 +239,7 @@ class EnumeratingDraftModel(AheadDraftModel):
     def enumerating(
         self, num_slots: int, num_positions: int, window: int, fan_out: int
     ) -> Iterator[Program]:
-        """Yield the steps of `outcomes` in this bucket, and makers of their arguments."""
+        """Yield the jitted steps of `outcomes` in this bucket, and factories of their arguments."""
         held, size = self._held, (num_slots, num_positions)
 
         def given() -> Inputs:

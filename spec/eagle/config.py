@@ -1,4 +1,4 @@
-"""EAGLE-style drafters as users set them: shape, search, training and training data."""
+"""User configuration of EAGLE-style drafters: shape, search, training and training data."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Variant = Literal["eagle", "hass", "eagle3"]
 class EagleConfig:
     """Shape of a drafter for one policy.
 
-    `layer` is its decoder layer, in the llama layout, the only one that serving engines read.
-    `feature_layers` are the policy's layers whose outputs `eagle3` joins; `eagle` reads the last
-    hidden states, after the final norm. A `draft_vocab_size` below the policy's restricts drafts to
-    the tokens of a map (`EagleWeights.draft_ids_U`). With `own_head` the head is trained, else it
-    is the policy's.
+    `layer` is the decoder layer, in the llama layout, which is the only layout that serving engines
+    read. `eagle3` joins the outputs of the policy layers `feature_layers`; `eagle` reads the last
+    hidden states, after the final norm. A `draft_vocab_size` below the policy vocabulary size
+    restricts drafts to the tokens of a map (`EagleWeights.draft_ids_U`). With `own_head`, the
+    drafter trains a separate head; otherwise it uses the policy head.
     """
 
     design: Design
     layer: ModelConfig
     feature_layers: tuple[int, ...] = ()
-    draft_vocab_size: int = 0  # 0: all of the policy's
+    draft_vocab_size: int = 0  # 0: the whole policy vocabulary
     fc_bias: bool = False
     own_head: bool = False
 
@@ -52,16 +52,16 @@ class EagleConfig:
 
     @property
     def hidden_width(self) -> int:
-        """Width of a position's hidden states: of `feature_layers`, then the last ones."""
+        """Width of the hidden states per position: `feature_layers` first, then the last states."""
         return self.layer.d_model * (len(self.feature_layers) + 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class TreeConfig:
-    """Size of an EAGLE drafter's search: `top_k` nodes a level, at most `max_depth` levels.
+    """Search size of an EAGLE drafter: `top_k` nodes per level, at most `max_depth` levels.
 
-    The defaults follow TLT's tables 1 and 4: depths of 10 and 12 do best there. `proposal` is
-    `likeliest`, or `shared_noise`: the first child of a node is drawn with the noise of its
+    The defaults follow tables 1 and 4 of TLT: depths of 10 and 12 perform best there. `proposal` is
+    `likeliest` or `shared_noise`, which draws the first child of a node with the noise of its
     position, as the policy will draw (docs/architecture.md, "Learned drafters").
     """
 
@@ -80,7 +80,7 @@ class TreeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LossTerms:
-    """The numbers of a variant, the design that it trains, and the source of both."""
+    """The loss constants of a variant, the design that it trains, and the source of both."""
 
     source: str
     design: Design
@@ -92,22 +92,22 @@ class LossTerms:
 
 VARIANTS: dict[str, LossTerms] = {
     "eagle": LossTerms("arXiv 2401.15077", "eagle", 1.0, 0.1, 1, 1.0),
-    # without its loss on the ten likeliest tokens alone
+    # without the additional HASS loss on the ten likeliest tokens
     "hass": LossTerms("arXiv 2408.15766", "eagle", 1.0, 0.1, 3, 1.0),
-    # the steps of the paper's test; the decay is from its authors' code; its states are not the
-    # policy's last ones, so there is no feature loss
+    # steps as in the training-time test of the paper, decay as in the code of its authors; no
+    # feature loss, since the joined states are not the last hidden states of the policy
     "eagle3": LossTerms("arXiv 2503.01840", "eagle3", 0.0, 1.0, 7, 0.8),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class DrafterTrainingConfig:
-    """The variant that is trained, and AdamW's learning rate.
+    """The trained variant and the AdamW learning rate.
 
-    `chunk_tokens` is the most entries whose logits are in memory at a time. The learning rate rises
-    over `warmup_steps` and is constant then, as training lasts as long as the policy's. Products
-    are in `compute_dtype`, which auto takes from the policy's rollouts; weights and optimizer state
-    are float32.
+    `chunk_tokens` limits the number of entries with logits in memory at a time. The learning rate
+    rises over `warmup_steps` and then stays constant, since drafter training lasts as long as
+    policy training. Products are in `compute_dtype`; `auto` selects the dtype of policy rollouts.
+    Weights and optimizer state are float32.
     """
 
     variant: Variant = "eagle"
@@ -137,17 +137,17 @@ class DrafterTrainingConfig:
 
     @property
     def design(self) -> Design:
-        """The drafter's architecture that the variant trains."""
+        """The drafter architecture that the variant trains."""
         return self.terms.design
 
 
 @dataclasses.dataclass(frozen=True)
 class DataBufferConfig:
-    """Bytes held at most, the share of samples from earlier steps, and their age at most.
+    """Limits of the data buffer: bytes, the share of samples from earlier steps, and their age.
 
-    Hidden states of `collected_share` of a step's requests are collected, drawn by request before
-    it runs. None: as many as the step's part of `max_bytes` holds, if they are as long as the step
-    before's, or the longest possible in the first step.
+    Hidden states are collected for a share `collected_share` of the requests in a step. Each
+    request is drawn before it runs. None: the share that fits the part of `max_bytes` for the step,
+    if sequences are as long as in the previous step, or as long as possible in the first step.
     """
 
     max_bytes: int = 2**30

@@ -1,6 +1,6 @@
-"""EAGLE drafters in rollouts: entries of the cache, and searches from the last ones.
+"""EAGLE drafters in rollouts: cache entries, and searches from the last entries.
 
-An entry depends on the policy's hidden state at a token and on the next token, on no other entry.
+An entry depends on the policy hidden state at a token and on the next token, not on other entries.
 P = chunks or nodes, C = tokens of a chunk or window, R = rows.
 """
 
@@ -34,13 +34,13 @@ from reprise.spec.eagle.config import EagleConfig, TreeConfig
 from reprise.spec.eagle.model import DeviceWeights
 from reprise.spec.eagle.tree_search import FIRST_TOKEN, Search
 
-Constants = tuple[DeviceWeights, jax.Array]  # and the rollout's key
-State = tuple[Cache, jax.Array]  # the features of each row's last entry, [R, D]
+Constants = tuple[DeviceWeights, jax.Array]  # weights, and the rollout key
+State = tuple[Cache, jax.Array]  # cache, and features of the last entry of each row, [R, D]
 
 
 @dataclasses.dataclass(frozen=True)
 class TreeDrafting:
-    """`Drafting` by a search."""
+    """`Drafting` by a tree search."""
 
     search: Search
     first_token: ClassVar[int] = FIRST_TOKEN
@@ -58,7 +58,7 @@ class TreeDrafting:
 
         def put(rows: jax.Array, new: jax.Array, axis: int) -> jax.Array:
             dims = jax.lax.ScatterDimensionNumbers((1, 2, 3), (0,), (0, axis))
-            dropped = jax.lax.GatherScatterMode.FILL_OR_DROP  # windows of padding
+            dropped = jax.lax.GatherScatterMode.FILL_OR_DROP  # padding windows
             new = new.astype(rows.dtype)
             return kv_cache.pin(jax.lax.scatter(rows, places_P2, new, dims, mode=dropped))
 
@@ -73,7 +73,7 @@ class TreeDrafting:
         at_B = ends.starts(FIRST_TOKEN, at_rest) - FIRST_TOKEN
         windows = states, ends.slot_B, at_B, ends.tokens_BW
         k_BCKh, v_BCKh, g_BCD = _entries(self.search.config, weights, *windows)
-        query_B11 = jnp.maximum(length_B - 1 - at_B, 0)[:, None, None]  # 0: a row at rest
+        query_B11 = jnp.maximum(length_B - 1 - at_B, 0)[:, None, None]  # 0: an idle row
         if isinstance(cache, PagedCache):
             cache = _in_pages(cache, jnp.arange(len(at_B)), at_B, k_BCKh, v_BCKh)
         else:
@@ -91,7 +91,7 @@ class TreeDrafting:
         return cache, tree_search.search_from(*where, search=self.search)
 
     def absorb(self, constants: Constants, state: State, result: RoundResult) -> State:
-        """Absorb the emitted nodes, as many at a time as there are slots."""
+        """Absorb the emitted nodes in batches of B, the number of slots."""
         (weights, _), config = constants, self.search.config
         pending, drawn, slots, row_B = result
         B, [hidden_PW] = len(row_B), pending.features
@@ -167,10 +167,10 @@ CHUNK_TOKENS = 32
 
 
 class EagleDrafter(CachingDrafter):
-    """Trees of an EAGLE drafter, of the best draft tokens in `depth` levels (`tree.max_depth`).
+    """An EAGLE drafter; trees hold the best draft tokens in `depth` levels (`tree.max_depth`).
 
-    `states` are `rl.engine.rollout_spec.CachedStates`. `weights` returns the newest weights;
-    entries computed with older ones stay.
+    `states` are `rl.engine.rollout_spec.CachedStates`. `weights` returns the newest weights; cache
+    entries computed with older weights stay.
     """
 
     source = Source.LEARNED

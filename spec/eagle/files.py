@@ -1,20 +1,21 @@
-"""Save and load drafters in folders that serving engines read; no pickle, no hub.
+"""Save and load drafters in folders that serving engines read, without pickle or a hub.
 
-A folder holds a drafter's own weights and, for engines that need them, copies of the policy's
-embedding and, in `eagle3`, of its head's rows of the draft tokens. Layouts `LlamaForCausalLMEagle`
-(design `eagle`; fc reads the embedding, then the hidden state) and `LlamaForCausalLMEagle3`
-(`eagle3`), as SGLang and vLLM read them. Draft token i is the policy's token i + d2t[i]; t2d marks
-these.
+A folder holds the drafter weights and, for engines that need them, copies of the policy embedding
+and, in `eagle3`, of the policy head rows for the draft tokens. The layouts are
+`LlamaForCausalLMEagle` (design `eagle`; fc reads the embedding, then the hidden state) and
+`LlamaForCausalLMEagle3` (`eagle3`), as SGLang and vLLM read them. Draft token i is policy token
+i + d2t[i]; t2d marks these policy tokens.
 
 Two lists name the layers of `eagle3`. vLLM reads `eagle_aux_hidden_state_layer_ids`, which counts
-*inputs*: id j is the output of layer j − 1, our `feature_layers` + 1; the engines' default is
-2, n/2, n − 3. SGLang reads the list in `eagle_config`, which counts *outputs* for Llama and Qwen:
-it adds 1. (For other policies only if the first id is 1; `parse` reads other folders so.) Facts
-without an entry in the engines are under `reprise`, which may be missing.
+*inputs*: id j is the output of layer j − 1, our `feature_layers` + 1. The default of both engines
+is 2, n/2, n − 3. SGLang reads the list in `eagle_config`, which counts *outputs* for Llama and
+Qwen, so SGLang adds 1. (For other policies SGLang adds 1 only if the first id is 1; `parse` reads
+foreign folders by this rule.) Properties without an entry in the engines are under `reprise`, which
+may be missing.
 
-Both engines take the head of `eagle` from the policy and map no draft tokens there. vLLM's `eagle`
-refuses an fc bias; SGLang's always has one, random if the folder has none: `save` writes zeros
-unless it is for vLLM. Both take three layers in `eagle3`, no more and no fewer.
+For `eagle`, both engines take the head from the policy and do not map draft tokens. There, vLLM
+rejects an fc bias; SGLang always has an fc bias, random if the folder has none, so `save` writes
+zeros unless the engine is vLLM. For `eagle3`, both engines take exactly three layers.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ ARCHITECTURES: dict[Design, str] = {
 }
 _DESIGNS: dict[str, Design] = {
     **{name: design for design, name in ARCHITECTURES.items()},
-    "EagleLlamaForCausalLM": "eagle",  # vLLM's names
+    "EagleLlamaForCausalLM": "eagle",  # names in vLLM
     "Eagle3LlamaForCausalLM": "eagle3",
 }
 _LAYER_PREFIX: dict[Design, str] = {"eagle": "layers.0.", "eagle3": "midlayer."}
 
-# Values that the model of spec/eagle/model.py needs; an absent entry has that value.
+# Values that the model in spec/eagle/model.py needs; an absent entry has the same value.
 _FIXED_OPTIONS: dict[str, Any] = {
     "model_type": "llama",
     "qkv_bias": False,
@@ -67,13 +68,13 @@ _FIXED_OPTIONS: dict[str, Any] = {
     "fc_norm": False,
     "parallel_drafting": False,
 }
-# Entries that are read besides a policy's.
+# Config entries that are read in addition to policy entries.
 _NAMES = {"draft_vocab_size", "bias", "target_hidden_size", "eagle_config", OURS, _LAYER_IDS}
 _NAMES |= _FIXED_OPTIONS.keys()
 
 
 def entries(config: EagleConfig) -> list[Entry]:
-    """Return the tensors of a drafter's own weights in the order of `EagleParams`' leaves."""
+    """Return the tensors of the drafter weights in the order of the leaves of `EagleParams`."""
     specs = eagle.param_specs(config)
     prefix = _LAYER_PREFIX[config.design]
     names = {
@@ -89,9 +90,7 @@ def entries(config: EagleConfig) -> list[Entry]:
 
 
 def companions(config: EagleConfig) -> dict[str, Entry]:
-    """Return tensors next to the drafter's weights: copies of the policy's, the vocabulary map,
-    zeros for SGLang.
-    """
+    """Return the additional tensors: copies from the policy, vocabulary map, zeros for SGLang."""
     V, D, U = config.layer.vocab_size, config.layer.d_model, config.num_draft_ids
     tensors = {EMBEDDING: Entry(EMBEDDING, (V, D), ("vocab", "embed"))}
     if config.design == "eagle" and not config.fc_bias:
@@ -105,7 +104,7 @@ def companions(config: EagleConfig) -> dict[str, Entry]:
 
 
 def ids_of(offsets_U: np.ndarray, vocab_size: int, where: str) -> np.ndarray:
-    """Return the draft tokens of d2t, i + d2t[i], int32 [U]; ascending, or ValueError."""
+    """Return the draft tokens i + d2t[i], int32 [U]; raise ValueError if out of range or order."""
     ids_U = np.arange(len(offsets_U)) + offsets_U.astype(np.int64)
     outside_U = (ids_U < 0) | (ids_U >= vocab_size)
     if outside_U.any():
@@ -125,7 +124,7 @@ def ids_of(offsets_U: np.ndarray, vocab_size: int, where: str) -> np.ndarray:
 
 
 def render(config: EagleConfig, policy: ModelConfig, dtype: str, variant: str) -> dict[str, Any]:
-    """Return the contents of config.json; `dtype` is the name of the weights' type."""
+    """Return the contents of config.json; `dtype` names the weight dtype."""
     ids = list(config.feature_layers)
     content, _ = hf.render_config(config.layer, dtype)
     content |= {
@@ -150,11 +149,11 @@ def render(config: EagleConfig, policy: ModelConfig, dtype: str, variant: str) -
 def parse(
     content: Mapping[str, Any], policy: ModelConfig, present: Collection[str], where: str
 ) -> EagleConfig:
-    """Return the `EagleConfig` of a config.json, for a policy; `present` are the tensors' names.
+    """Return the `EagleConfig` of a config.json for a policy; `present` holds the tensor names.
 
-    Tensors decide facts that config.json leaves out: the fc's bias, a separate head, a map. `where`
-    names the folder in errors. Raises ValueError for an unknown architecture, an unsupported
-    option, a missing or malformed entry, and a drafter of another policy.
+    Tensor names decide properties that config.json leaves out: the fc bias, a separate head, a map.
+    `where` names the folder in errors. Raises ValueError for an unknown architecture, an
+    unsupported option, a missing or malformed entry, or a drafter of another policy.
     """
     design, ours = design_of(content, where), _object(content, OURS, where)
     if ours:
@@ -202,7 +201,7 @@ def parse(
 
 
 def design_of(content: Mapping[str, Any], where: str) -> Design:
-    """Return the design that `architectures` names; raise ValueError for any other."""
+    """Return the design that `architectures` names; raise ValueError for an unknown name."""
     names = content.get("architectures")
     design = _DESIGNS.get(names[0]) if hf_entries.is_one_name(names) else None
     if design is None:
@@ -256,7 +255,11 @@ def _feature_layers(
     policy: ModelConfig,
     where: str,
 ) -> tuple[int, ...]:
-    """Return the policy's layers; `inputs`: vLLM's list has them, else the first id shows it."""
+    """Return the feature layers.
+
+    With `inputs`, the ids are in the list of vLLM and count inputs. Otherwise, the first id decides
+    whether ids count inputs or outputs.
+    """
     n = policy.num_layers
     place = content if inputs or aux.get(_LAYER_IDS) is None else aux
     ids = place.get(_LAYER_IDS)
@@ -290,12 +293,13 @@ def save(
     engine: Engine = "sglang",
     max_shard_bytes: int = 2_000_000_000,
 ) -> None:
-    """Write a drafter that `load` returns bit for bit, and that `engine` reads.
+    """Write a drafter that `load` restores bit for bit and that `engine` can read.
 
-    With `policy` its embedding and (eagle3) its head's rows are written too: engines need them,
-    `load` does not. `variant` notes how it was trained; empty: the design. The folder is written
-    under another name and renamed, so that a killed process never leaves half a drafter. Raises
-    ValueError if parameters do not fit the config, and if the folder holds another model.
+    With `policy`, the policy embedding and (eagle3) head rows are written too; engines need them,
+    but `load` does not. `variant` records how the drafter was trained (empty: the design). The
+    folder is written under another name and renamed, so that a killed process never leaves half a
+    drafter. Raises ValueError if parameters do not fit the config, or if the folder holds another
+    model.
     """
     config = drafter.config
     own, tree = entries(config), jax.tree.structure(eagle.param_specs(config))
@@ -316,11 +320,12 @@ def load(
     policy_config: ModelConfig,
     policy: transformer.Params | None = None,
 ) -> EagleWeights:
-    """Read a drafter of a policy; each tensor keeps its type.
+    """Read a drafter of a policy; each tensor keeps its dtype.
 
-    A folder that `save` wrote says whether the head is the drafter's own. In other folders it is,
-    unless it equals the rows of `policy`'s, compared in its type. Raises FileNotFoundError or
-    ValueError as `check` does, and ValueError for an invalid vocabulary map.
+    A folder written by `save` states whether the drafter has a separate head. In other folders, a
+    head is separate unless it equals the head rows of `policy`, cast to the dtype in the folder.
+    Raises FileNotFoundError or ValueError as `check` does, and ValueError for an invalid vocabulary
+    map.
     """
     folder = Path(directory)
     config, stored, is_foreign = _checked(folder, policy_config)
@@ -340,17 +345,17 @@ def load(
 
 
 def check(directory: str | os.PathLike[str], policy_config: ModelConfig) -> EagleConfig:
-    """Return the shape of a folder's drafter, from config.json and the headers of its tensors.
+    """Return the shape of the drafter in a folder, from config.json and the tensor headers.
 
-    A head in a foreign folder counts as the drafter's own. Raises FileNotFoundError for a missing
-    folder or file, ValueError for a drafter of another policy and for anything unknown,
+    A head in a foreign folder counts as a separate head. Raises FileNotFoundError for a missing
+    folder or file, and ValueError for a drafter of another policy and for anything unknown,
     unsupported, missing, surplus or of the wrong shape or type.
     """
     return _checked(Path(directory), policy_config)[0]
 
 
 def _checked(folder: Path, policy: ModelConfig) -> tuple[EagleConfig, dict[str, Stored], bool]:
-    """Return config, tensors by names without prefix, and whether another program wrote them."""
+    """Return the config, tensors by unprefixed name, and whether another program wrote them."""
     content = hf_files.read_config(folder)
     design_of(content, str(folder))
     stored: dict[str, Stored] = {}
@@ -373,7 +378,7 @@ def _checked(folder: Path, policy: ModelConfig) -> tuple[EagleConfig, dict[str, 
 def _companions(
     drafter: EagleWeights, policy: transformer.Params | None, engine: Engine
 ) -> dict[str, np.ndarray | jax.Array]:
-    """Return the tensors to write in addition to the drafter's weights, by name."""
+    """Return the tensors to write in addition to the drafter weights, by name."""
     config, ids_U = drafter.config, drafter.draft_ids_U
     if (0 if ids_U is None else len(ids_U)) != config.draft_vocab_size:
         raise ValueError(f"expected draft_ids_U of {config.draft_vocab_size} tokens (None: 0)")
@@ -387,7 +392,7 @@ def _companions(
     if policy is not None:
         shared = eagle.frozen(policy, None if ids_U is None else jnp.asarray(ids_U))
         tensors[EMBEDDING] = shared.embedding_VD
-        if config.design == "eagle3" and not config.own_head:  # elsewhere vLLM refuses a head
+        if config.design == "eagle3" and not config.own_head:  # vLLM rejects a head in `eagle`
             tensors[HEAD] = shared.head_UD
     return tensors
 

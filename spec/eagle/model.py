@@ -1,11 +1,12 @@
-"""EAGLE-style drafters: one decoder layer over the policy's own hidden states.
+"""EAGLE-style drafters, which run one decoder layer over the hidden states of the policy.
 
-Entry t joins the policy's hidden states at t, f_t, with the token *after* it, x_{t+1}:
+Entry t joins the policy hidden states at t, f_t, with the token *after* it, x_{t+1}:
 
     g_t = f_t (eagle)  or  fc(f_t) (eagle3: states of three layers)
     o_t = layer(e(x_{t+1}), g_t | entries before)      p̂(x_{t+2} | x_{≤t+1}) = softmax(head(o_t))
 
-where e and the head are the policy's, frozen. Further draft tokens use o_t as g_{t+1}.
+The embedding e and the head come from the policy and are frozen. Further draft tokens use o_t as
+g_{t+1}.
 EAGLE and HASS share this architecture and differ in training (spec/eagle/training.py).
 Shapes as in docs/architecture.md; W = width of the hidden states, U = draft vocabulary.
 Sources: EAGLE arXiv 2401.15077, HASS 2408.15766, EAGLE-3 2503.01840; TLT section 4.1.
@@ -31,9 +32,9 @@ from reprise.spec.eagle.config import Design, EagleConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EagleParams:
-    """Trainable weights; the optional ones are None in designs without them.
+    """Trainable weights; optional weights are None in designs without them.
 
-    `layer.attention_norm_D` is None: `eagle` has no norm there, `eagle3` one for each input.
+    `layer.attention_norm_D` is None: `eagle` has no attention norm, `eagle3` has one per input.
     """
 
     fc_DE: Any
@@ -48,7 +49,7 @@ class EagleParams:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SharedParams:
-    """The policy's embedding, its head over the draft tokens, and the map of these."""
+    """The policy embedding, the policy head over the draft tokens, and the map of draft tokens."""
 
     embedding_VD: Any
     head_UD: Any
@@ -58,7 +59,7 @@ class SharedParams:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeviceWeights:
-    """A drafter on a worker's devices."""
+    """Drafter weights on the devices of a worker."""
 
     params: EagleParams
     frozen: SharedParams
@@ -66,7 +67,7 @@ class DeviceWeights:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EagleWeights:
-    """A drafter as it is stored; `draft_ids_U` maps its tokens to the policy's, None: the same."""
+    """A stored drafter; `draft_ids_U` maps draft tokens to policy tokens (None: identity)."""
 
     config: EagleConfig
     params: EagleParams
@@ -79,10 +80,10 @@ def config_for(
     *,
     draft_vocab_size: int = 0,
 ) -> EagleConfig:
-    """Return the shape of a drafter with the policy's proportions.
+    """Return the shape of a drafter with the proportions of the policy.
 
-    `eagle3` joins the outputs of layers 1, n/2 − 1 and n − 4 of n, as its authors do; for policies
-    with fewer than eight layers the first, the middle and the last but one.
+    `eagle3` joins the outputs of layers 1, n/2 − 1 and n − 4 of n, as its authors do. Policies with
+    fewer than eight layers use the first, the middle and the second-to-last layer.
     """
     n = policy.num_layers
     layers: tuple[int, ...] = ()
@@ -104,7 +105,7 @@ def config_for(
 
 
 def param_specs(config: EagleConfig) -> EagleParams:
-    """Return the tree of `ParamSpec` that defines initialisation, shardings and file names."""
+    """Return the tree of `ParamSpec` that initialisation, shardings and file names derive from."""
     D, wide = config.layer.d_model, config.design == "eagle3"
     [layer] = transformer.param_specs(config.layer).layers
     into = len(config.feature_layers) * D if wide else 2 * D
@@ -129,7 +130,7 @@ def param_specs(config: EagleConfig) -> EagleParams:
 
 
 def init(config: EagleConfig, key: jax.Array, dtype: Any = jnp.float32) -> EagleParams:
-    """Return random weights, drawn as the policy's are."""
+    """Return random weights, initialised like policy weights."""
     return transformer.init_from(param_specs(config), key, dtype)
 
 
@@ -138,7 +139,7 @@ def frozen(
     draft_ids_U: jax.Array | None,
     call: Callable[..., jax.Array] = lambda make, *args: make(*args),
 ) -> SharedParams:
-    """Return the parts shared with a policy; `call` wraps the calls that make new arrays."""
+    """Return the weights shared with a policy; `call` wraps calls that create new arrays."""
     head_UD = transformer.plain_head_weight(policy)
     if draft_ids_U is not None:
         head_UD = call(_rows, head_UD, draft_ids_U)
@@ -151,7 +152,7 @@ def _rows(head_VD: jax.Array, ids_U: jax.Array) -> jax.Array:
 
 
 def features(config: EagleConfig, params: EagleParams, hidden_BTW: jax.Array) -> jax.Array:
-    """Return g_t of hidden states: the last ones (eagle), or fc over the other layers' (eagle3)."""
+    """Return g_t: the last hidden states (eagle), or fc over `feature_layers` states (eagle3)."""
     D = config.layer.d_model
     if config.design == "eagle":
         return hidden_BTW[..., -D:]
@@ -167,7 +168,7 @@ def layer_outputs(
     positions_BT: jax.Array,
     look: Attend,
 ) -> jax.Array:
-    """Return o_t of entries (x_{t+1}, g_t) at rotary position t; `look` is the attention."""
+    """Return o_t of entries (x_{t+1}, g_t) at rotary position t; `look` computes attention."""
     e_BTD = transformer.embed(embedding_VD, next_tokens_BT).astype(params.fc_DE.dtype)
     g_BTD, eps = features_BTD.astype(e_BTD.dtype), config.layer.norm_eps
     if config.design == "eagle":
@@ -186,7 +187,7 @@ def layer_outputs(
 def logits(
     config: EagleConfig, params: EagleParams, head_UD: jax.Array, outputs_BTD: jax.Array
 ) -> jax.Array:
-    """Return logits over the draft tokens, float32 [B, T, U], by the drafter's own head if any."""
+    """Return draft token logits, float32 [B, T, U]; a separate drafter head replaces `head_UD`."""
     if params.head_UD is not None:
         head_UD = params.head_UD
     if config.design == "eagle3":

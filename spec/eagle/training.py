@@ -1,26 +1,27 @@
-"""Training of EAGLE-style drafters: one workflow for EAGLE, HASS and EAGLE-3 (TLT section 4.1).
+"""Training of EAGLE-style drafters: EAGLE, HASS and EAGLE-3 in one workflow (TLT section 4.1).
 
     loss = Σ_j decay^j (feature_weight · feature_j + token_weight · token_j)
 
-over the steps j of an unroll: the drafter reads its previous outputs, as a draft of several tokens
-does (EAGLE-3's training-time test; HASS's harmonised contexts):
+summed over the steps j of an unroll. The drafter reads its previous outputs there, as it does when
+it drafts several tokens (training-time test in EAGLE-3, harmonised contexts in HASS):
 
     step 0     entry t reads (g_t, x_{t+1}) and attends to the entries ≤ t
     step j     entry t reads (o^{j−1}_{t−1}, x_{t+1}) and attends to the entries ≤ t − j of step 0,
-               and to entry t − j + i of each step i = 1 … j, the last itself
+               and to entry t − j + i of each step i = 1 … j (i = j is itself)
 
-all within a sequence and at rotary position t. If t − j is before the sequence or its window, the
-output is finite and no entry that counts attends to it. Gradients flow through the outputs fed
-back, as in EAGLE-3's code; HASS's stops them there.
+Entries attend within a sequence and are at rotary position t. If t − j is before the sequence or
+its window, the output is finite and no counted entry attends to it. Gradients flow through the
+outputs fed back, as in the code of EAGLE-3; the code of HASS stops gradients there.
 
-Output o_t is compared with the policy's last hidden state f_{t+1}, over the entries that count:
+Output o_t is compared with the last hidden state f_{t+1} of the policy, over the counted entries:
 
     feature    mean over D of SmoothL1(o_t − f_{t+1})
     token      −Σ_u p(u) log q(u),  p = softmax(head(f_{t+1}) / T),  q = softmax(head'(o_t) / T)
 
-over the draft tokens; head is the policy's, frozen, head' the drafter's if it has one.
-The mesh is the caller's (`jax.set_mesh`): batches are split by rows, parameters are replicated or
-laid out by `eagle.param_specs`. J = steps, `step` or index j, U = draft tokens.
+p and q are over the draft tokens; head is the frozen policy head, and head' is the drafter head if
+the drafter has one. The caller sets the mesh (`jax.set_mesh`): batches are split by rows,
+parameters are replicated or laid out by `eagle.param_specs`. J = steps, `step` or index j, U =
+draft tokens.
 Sources: EAGLE arXiv 2401.15077, HASS 2408.15766, EAGLE-3 2503.01840.
 """
 
@@ -45,7 +46,7 @@ from reprise.spec.eagle.config import DrafterTrainingConfig, EagleConfig
 from reprise.spec.eagle.model import EagleParams, SharedParams
 from reprise.spec.eagle.training_data import DrafterBatch
 
-Entries = list[tuple[jax.Array, jax.Array]]  # each step's rotated keys and values [B, T, K, h]
+Entries = list[tuple[jax.Array, jax.Array]]  # rotated keys and values of each step, [B, T, K, h]
 
 
 def unrolled_outputs(
@@ -55,7 +56,7 @@ def unrolled_outputs(
     batch: DrafterBatch,
     num_steps: int,
 ) -> jax.Array:
-    """Return o^j_t of steps j < `num_steps`, [J, B, T, D] in the parameters' dtype."""
+    """Return o^j_t of steps j < `num_steps`, [J, B, T, D] in the parameter dtype."""
     next_BT = jnp.roll(batch.tokens_BT, -1, axis=1)
     features_BTD = eagle.features(config, params, batch.hidden_BTW)
     entries: Entries = []
@@ -84,7 +85,7 @@ def _look(q_BTHh: jax.Array, entries: Entries, sequence_BT: jax.Array) -> jax.Ar
     return jnp.concatenate(blocks, axis=1)
 
 
-# The scores are most of a step's memory: the backward pass recomputes them, block by block.
+# Scores take most of the memory of a step, so the backward pass recomputes them by block.
 @partial(jax.checkpoint, static_argnums=(0, 1))
 def _attend(
     start: int, end: int, q_BTHh: jax.Array, entries: Entries, sequence_BT: jax.Array
@@ -137,12 +138,13 @@ def token_sums(
     *,
     chunk_tokens: int,
 ) -> dict[str, jax.Array]:
-    """Return sums over the entries that count, each float32 [J].
+    """Return sums over the counted entries, each float32 [J].
 
-    `tokens_BT` are the tokens that entries draft. `loss` is the token loss; `top1` and `top3` count
-    entries whose token is among the first draft tokens (never one outside the draft vocabulary);
-    `agreement` is Σ_u min(p, q), the agreement of a maximal coupling. Temperature 0 counts as 1. At
-    most `chunk_tokens` entries have their logits in memory, in the backward pass too.
+    `tokens_BT` holds the token that each entry drafts. `loss` is the token loss. `top1` and `top3`
+    count entries if this token is among the first 1 or 3 draft tokens; tokens outside the draft
+    vocabulary never count. `agreement` is Σ_u min(p, q), the agreement of a maximal coupling.
+    Temperature 0 counts as 1. At most `chunk_tokens` entries have logits in memory, in the backward
+    pass too.
     """
     scale = 1 / jnp.where(temperature > 0, temperature, 1.0).astype(jnp.float32)
     own_head_UD = frozen.head_UD if params.head_UD is None else params.head_UD
@@ -173,7 +175,7 @@ def token_sums(
 
 
 def draft_ids_of(frozen: SharedParams, tokens_BT: jax.Array) -> jax.Array:
-    """Return the rows of the policy's tokens in the draft vocabulary, −1 for tokens outside."""
+    """Return the indices of policy tokens in the draft vocabulary, −1 for tokens outside."""
     if frozen.draft_ids_U is None:
         return tokens_BT
     V, U = frozen.embedding_VD.shape[0], frozen.head_UD.shape[0]
@@ -184,7 +186,7 @@ def draft_ids_of(frozen: SharedParams, tokens_BT: jax.Array) -> jax.Array:
 def _hits(
     log_q_BTU: jax.Array, log_p_BTU: jax.Array, drafted_BT: jax.Array
 ) -> dict[str, jax.Array]:
-    """Return metrics of each entry; of equally likely tokens the first ranks higher."""
+    """Return the metrics of each entry; among equally likely tokens, the first ranks higher."""
     ids = jnp.maximum(drafted_BT, 0)[..., None]
     prob_BT1 = jnp.take_along_axis(log_q_BTU, ids, axis=-1)
     first_BTU = jnp.arange(log_q_BTU.shape[-1]) < ids
@@ -202,7 +204,7 @@ def _sum_counted(x_BT: jax.Array, counts_BT: jax.Array) -> jax.Array:
 
 
 def _sliced(x: jax.Array, axis: int, num_chunks: int) -> jax.Array:
-    """Cut an axis in equal slices, padded with zeros; rows stay whole, on their devices."""
+    """Cut an axis into equal slices, padded with zeros; rows stay whole on their devices."""
     size = -(-x.shape[axis] // num_chunks)
     over = [(0, num_chunks * size - n if i == axis else 0) for i, n in enumerate(x.shape)]
     shape = (*x.shape[:axis], num_chunks, size, *x.shape[axis + 1 :])
@@ -216,7 +218,7 @@ MAX_GRAD_NORM, B1, B2 = 0.5, 0.9, 0.95  # of AdamW
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DrafterState:
-    """A drafter in training: weights, optax's state, and steps applied (int32)."""
+    """A drafter in training: weights, optax state, and the number of applied steps (int32)."""
 
     params: EagleParams
     optimizer: Any
@@ -233,10 +235,10 @@ def loss(
 ) -> tuple[jax.Array, Metrics]:
     """Return the loss and its metrics.
 
-    `feature_loss` and `token_loss` are summed over the steps with their decay. `accuracy_top1`,
-    `accuracy_top3` and `agreement` are of step 0; `num_entries` that count at step 0 weight means
-    over several batches. `frozen` holds the policy's head, the teacher, in the dtype of rollouts.
-    Raises ValueError if drafter and variant do not fit.
+    `feature_loss` and `token_loss` are sums over the steps, weighted by the decay. `accuracy_top1`,
+    `accuracy_top3` and `agreement` are for step 0. `num_entries`, the number of counted entries at
+    step 0, is the weight in means over several batches. `frozen` holds the policy head, which is
+    the teacher, in the rollout dtype. Raises ValueError if drafter and variant do not fit.
     """
     _check_fit(config, training, frozen)
     is_auto = training.compute_dtype == "auto"
@@ -271,7 +273,7 @@ def loss(
 
 
 def _counts(batch: DrafterBatch, num_steps: int) -> jax.Array:
-    """Return which entries count at each step: in one sequence with t − j; [J, B, T]."""
+    """Return which entries count at each step j: t and t − j are in one sequence; [J, B, T]."""
     column_T = jnp.arange(batch.tokens_BT.shape[1])
     sequence_BT = jnp.asarray(batch.sequence_BT)
 
@@ -306,10 +308,11 @@ def gradients(
     config: EagleConfig,
     training: DrafterTrainingConfig,
 ) -> tuple[EagleParams, Metrics]:
-    """Return the loss's gradient and its metrics, with the norm before clipping as `grad_norm`.
+    """Return the gradient and metrics of the loss, with the norm before clipping as `grad_norm`.
 
-    Gradients of batches, averaged by `num_entries`, are the gradient of all of them if every entry
-    counts at all steps: if prompts have more tokens than steps, and rows hold whole sequences.
+    The average of batch gradients, weighted by `num_entries`, is the gradient over all batches if
+    every counted entry counts at all steps: prompts have more tokens than there are steps, and rows
+    hold whole sequences.
     """
 
     def loss_of(params: EagleParams) -> tuple[jax.Array, Metrics]:
@@ -323,7 +326,7 @@ def gradients(
 def apply(
     state: DrafterState, grads: EagleParams, *, training: DrafterTrainingConfig
 ) -> tuple[DrafterState, jax.Array]:
-    """Take one step (`state` is donated), or return int32 1 if the gradient is not finite."""
+    """Apply one step (`state` is donated); skip it and return int32 1 for a non-finite gradient."""
     changes, optimizer = make_optimizer(training).update(grads, state.optimizer, state.params)
     after = DrafterState(optax.apply_updates(state.params, changes), optimizer, state.step + 1)
     finite = jnp.isfinite(_norm(grads))
@@ -332,7 +335,7 @@ def apply(
 
 
 def _norm(grads: EagleParams) -> jax.Array:
-    """Return √ of the sum of all squares, float32: not finite if any of them is not."""
+    """Return the float32 norm of all gradients; not finite if any gradient is not finite."""
     squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
     return jnp.sqrt(jnp.sum(jnp.stack(squares)))
 

@@ -1,13 +1,13 @@
-"""Training data of drafters: sequences with the policy's hidden states, packed and buffered.
+"""Training data for drafters: sequences with policy hidden states, packed and buffered.
 
-A sequence longer than a row is cut into windows that overlap by two tokens: an entry spans three
+A sequence longer than a row is cut into windows that overlap by two tokens. An entry spans three
 columns, so each response token counts once. Windows keep the rotary positions of the sequence, but
-their entries attend within the window. Windows without an entry that counts are left out.
+their entries attend only within the window. Windows without a counted entry are left out.
 
-While a step's long responses are being generated, only short ones have finished. So drafters learn
-from these and from long sequences of the step before: one-step offset sampling. The `DataBuffer`
-never holds more than `max_bytes`; for `undo` it keeps sequences evicted since `mark`, at most as
-many bytes again. Source: TLT, section 4.2.
+While the long responses of a step are being generated, only short responses have finished. So
+drafters learn from these and from long sequences of the previous step (one-step offset sampling).
+The `DataBuffer` never holds more than `max_bytes`; for `undo` it also keeps sequences evicted since
+`mark`, at most another `max_bytes`. Source: TLT, section 4.2.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from reprise.spec.eagle.config import DataBufferConfig
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HiddenStates:
-    """One prompt and response, with the policy's hidden states at all tokens but the last.
+    """One prompt and response, with policy hidden states at all tokens but the last.
 
-    `hidden_TW` [T − 1, W] has the policy's dtype; W is `EagleConfig.hidden_width`.
+    `hidden_TW` [T − 1, W] has the policy dtype; W is `EagleConfig.hidden_width`.
     """
 
     tokens_T: np.ndarray
@@ -42,10 +42,10 @@ class HiddenStates:
 
 
 class HiddenStateSink(Protocol):
-    """A receiver of the sequences of rollouts. Any thread may call it."""
+    """A receiver of rollout sequences. Any thread may call its methods."""
 
     def wants(self, request_id: int, num_tokens: int) -> bool:
-        """Return whether a request's sequence of this length is worth a copy from the device."""
+        """Return whether a request sequence of this length is worth a copy from the device."""
         ...
 
     def add(self, sequence: HiddenStates) -> None: ...
@@ -54,12 +54,12 @@ class HiddenStateSink(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DrafterBatch:
-    """Rows of sequences, one after another; all [B, T], states [B, T, W].
+    """Rows of concatenated sequences; arrays are [B, T], hidden states [B, T, W].
 
     `sequence_BT` numbers the sequences of a row from 1 (0: padding), `positions_BT` the tokens of a
-    sequence from 0. Entry t (spec.eagle.model) spans the columns t … t + 2; `counts_BT` marks
-    entries whose loss counts: within one sequence, and x_{t+2} is a response token. The states of a
-    sequence's last column are zero.
+    sequence from 0. Entry t (spec.eagle.model) spans the columns t … t + 2. `counts_BT` marks the
+    entries that count in the loss. Such an entry is within one sequence, and its x_{t+2} is a
+    response token. The hidden states in the last column of a sequence are zero.
     """
 
     tokens_BT: Any
@@ -69,12 +69,12 @@ class DrafterBatch:
     counts_BT: Any
 
 
-OVERLAP_TOKENS = 2  # of a window with the next: entry t spans the columns t … t + 2
+OVERLAP_TOKENS = 2  # of adjacent windows: entry t spans the columns t … t + 2
 
 
 @dataclasses.dataclass(frozen=True)
 class _Window:
-    """Tokens `start` … `stop` − 1 of sequence `index`; a whole sequence is one window."""
+    """Tokens `start` … `stop` − 1 of sequence `index`; a sequence that fits is one window."""
 
     index: int
     start: int
@@ -94,15 +94,15 @@ def pack(
     """Pack sequences into few rows: the longest first, each into the first row with room.
 
     Returns numpy batches [num_rows, row_tokens] with each sequence once. Rows are dealt to the
-    batches in turn, so that each has long and short sequences. `max_batches` leaves out the
-    emptiest rows beyond them. Raises ValueError if windows would not advance.
+    batches round-robin, so that each batch has long and short sequences. With `max_batches`, the
+    emptiest rows beyond this limit are left out. Raises ValueError if windows would not advance.
     """
     windows = _windows(sequences, row_tokens)
     windows.sort(key=lambda w: -w.num_tokens)
     free = np.full(len(windows), row_tokens)
     rows: list[list[_Window]] = []
     for window in windows:
-        r = int(np.argmax(free >= window.num_tokens))  # a row that is empty has room
+        r = int(np.argmax(free >= window.num_tokens))  # an empty row always has room
         if r == len(rows):
             rows.append([])
         rows[r].append(window)
@@ -144,22 +144,22 @@ def _batch(
         for number, window in enumerate(row, 1):
             source, begin, end = sequences[window.index], end, end + window.num_tokens
             tokens_BT[b, begin:end] = source.tokens_T[window.start : window.stop]
-            # the last column's states are not used, even if the window is cut and they are known
+            # hidden states of the last column are not used, even if a cut window has them
             hidden_BTW[b, begin : end - 1] = source.hidden_TW[window.start : window.stop - 1]
             positions_BT[b, begin:end] = np.arange(window.start, window.stop)
             sequence_BT[b, begin:end] = number
-            # entry t, whose token x_{t+2} is a response token of this window
+            # the first entry t with a response token x_{t+2} in this window
             first = max(window.start, source.prompt_tokens - OVERLAP_TOKENS)
             counts_BT[b, begin + first - window.start : end - OVERLAP_TOKENS] = True
     return DrafterBatch(tokens_BT, hidden_BTW, positions_BT, sequence_BT, counts_BT)
 
 
-_SAMPLE_STREAM = 1  # of random numbers; training draws from another
+_SAMPLE_STREAM = 1  # random stream, separate from the stream of training
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestSample:
-    """A share of a step's requests, the same for all callers."""
+    """A random share of the requests in a step, the same for all callers."""
 
     seed: int
     step: int
@@ -171,19 +171,20 @@ class RequestSample:
 
 
 class DataBuffer:
-    """Sequences by RL step; several threads may add to it and sample from it.
+    """A buffer of sequences by RL step; several threads may add sequences and sample.
 
-    The newest step with a sequence is the current one. Sequences of the oldest step are evicted
-    first: of an earlier step the shortest, since the current step lacks long ones; of the current
-    step the oldest. A new sequence that would be first is dropped. Arrays are read-only.
+    The newest step with a sequence is the current step. Sequences of the oldest step are evicted
+    first. Within an earlier step, the shortest sequences go first, since the current step lacks
+    long sequences; within the current step, the oldest go first. A new sequence is dropped if it
+    would be evicted first. Arrays are read-only.
     """
 
     def __init__(self, config: DataBufferConfig) -> None:
         self.config = config
-        self.dropped = 0  # larger than the bound, too old, or first to be evicted
-        self.evicted = 0  # for room or by age
+        self.dropped = 0  # sequences larger than the bound, too old, or first to be evicted
+        self.evicted = 0  # sequences evicted for room or by age
         self._lock = threading.Lock()
-        # each step's in the order of eviction: by length, the current step's by age
+        # in the order of eviction: by length, in the current step by age
         self._steps: dict[int, list[HiddenStates]] = {}
         self._newest_step = -1
         self._num_bytes = 0
@@ -202,10 +203,11 @@ class DataBuffer:
     def share_for(
         self, step: int, num_requests: int, max_total_tokens: int, token_bytes: int
     ) -> float:
-        """Return the share of a step's requests to collect: `DataBufferConfig.collected_share`.
+        """Return the share of requests to collect in a step: `DataBufferConfig.collected_share`.
 
-        If it is not set: each step has an equal part of `max_bytes`, and requests are expected to
-        be as long as those held of the newest step before, or all `max_total_tokens`.
+        If that is None, each step has an equal part of `max_bytes`. Requests are expected to be as
+        long as the sequences held from the newest earlier step. Without such a step, they are
+        expected to have `max_total_tokens` tokens.
         """
         config = self.config
         if config.collected_share is not None:
@@ -218,7 +220,7 @@ class DataBuffer:
         return min(1.0, room_bytes / (expected_tokens * token_bytes))
 
     def wants(self, num_tokens: int, step: int) -> bool:
-        """Return whether a sequence of `num_tokens` tokens of this step would be kept now."""
+        """Return whether a sequence of `num_tokens` tokens from this step would be kept now."""
         with self._lock:
             num_bytes = _num_bytes(num_tokens, self._width, self._dtype)
             return self._evicted_for(num_tokens, num_bytes, step) is not None
@@ -226,9 +228,9 @@ class DataBuffer:
     def add(self, sequence: HiddenStates, step: int) -> None:
         """Copy a sequence of RL step `step` into the buffer, or count it in `dropped`.
 
-        Raises ValueError if its states fit neither its tokens nor those that are held.
+        Raises ValueError if its hidden states do not fit its tokens or the states already held.
         """
-        step = int(step)  # a checkpoint refuses numpy's
+        step = int(step)  # a checkpoint rejects numpy integers
         T = len(sequence.tokens_T)
         if len(sequence.hidden_TW) != T - 1 or not 0 <= sequence.prompt_tokens <= T:
             raise ValueError(
@@ -252,7 +254,7 @@ class DataBuffer:
                 return
             for held_step, count in evicted.items():
                 self._evict(held_step, count)
-            # room is made before the copy: the bound holds at every moment
+            # make room before the copy, so that the bound holds at every moment
             own, held = _owned(sequence), self._steps.setdefault(step, [])
             if step < self._newest_step:
                 bisect.insort(held, own, key=_length)
@@ -261,12 +263,12 @@ class DataBuffer:
             self._num_bytes += num_bytes
 
     def mark(self) -> None:
-        """Remember the present contents for `undo`."""
+        """Remember the current contents for `undo`."""
         with self._lock:
             self._marked = self._books()
 
     def undo(self) -> None:
-        """Return to the contents at the last `mark`."""
+        """Restore the contents at the last `mark`."""
         with self._lock:
             vars(self).update(self._marked)
             self._marked = self._books()
@@ -277,13 +279,14 @@ class DataBuffer:
             self._drop_before(step)
 
     def sample(self, num_tokens: int, step: int, rng: np.random.Generator) -> list[HiddenStates]:
-        """Draw sequences of `num_tokens` tokens or a little more, for a drafter trained in `step`.
+        """Draw sequences with `num_tokens` tokens or slightly more, to train a drafter in `step`.
 
-        1. `long_share` of the tokens: sequences of earlier steps, without replacement, with
-        probabilities proportional to their lengths, among those longer than the longest of `step`,
-        or among all if none is. 2. The rest: of `step`, uniformly. 3. If these are too few: more of
-        1, then the others of earlier steps. A function of the contents and of `rng`. Source: TLT,
-        section 4.2, which gives long ones priority; shares and weights are ours.
+        1. A share `long_share` of the tokens comes from earlier steps. Sequences are drawn without
+        replacement, in proportion to their lengths, among the sequences longer than the longest of
+        `step`, or among all if no sequence is longer. 2. The rest is drawn uniformly from `step`.
+        3. If these are too few, more sequences of 1 follow, then the other sequences of earlier
+        steps. The result depends only on the contents and `rng`. Source: TLT, section 4.2, which
+        gives long sequences priority; shares and weights are ours.
         """
         with self._lock:
             now = list(self._steps.get(step, ()))
@@ -291,7 +294,7 @@ class DataBuffer:
             before = [c for age in ages for c in self._steps.get(step - age, ())]
         max_length = max(map(_length, now), default=0)
         lengths = np.asarray(list(map(_length, before)), np.float64)
-        # in the order of log(weight) + Gumbel noise: draws proportional to weight, without
+        # sorting by log(weight) + Gumbel noise gives draws proportional to weight, without
         # replacement
         order = np.argsort(-(np.log(lengths) + rng.gumbel(size=len(before))), kind="stable")
         min_length = max_length if (lengths > max_length).any() else 0
@@ -313,7 +316,7 @@ class DataBuffer:
                 "dropped": self.dropped,
                 "evicted": self.evicted,
                 "width": self._width,
-                "dtype": self._dtype.name,  # npz keeps bytes, but not all dtypes of policies
+                "dtype": self._dtype.name,  # npz stores bytes, but not every policy dtype
                 "steps": [step for step, _ in pairs],
                 "prompt_tokens": [c.prompt_tokens for _, c in pairs],
                 "policy_versions": [c.policy_version for _, c in pairs],
@@ -322,7 +325,7 @@ class DataBuffer:
             }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Replace the contents by a `state`; a tighter bound or age evicts some."""
+        """Replace the contents with a `state`; a tighter bound or age evicts sequences."""
         dtype = np.dtype(state["dtype"])
         with self._lock:
             self._steps.clear()
@@ -344,7 +347,7 @@ class DataBuffer:
         return {name: getattr(self, name) for name in names} | {"_steps": steps}
 
     def _evicted_for(self, num_tokens: int, num_bytes: int, step: int) -> dict[int, int] | None:
-        """Return how many of each step to evict for a new sequence; None: drop the new one."""
+        """Return the evictions per step that make room for a new sequence; None: drop it."""
         if step < self._newest_step - self.config.max_age_steps:
             return None
         over = self._num_bytes + num_bytes - self.config.max_bytes
@@ -361,7 +364,7 @@ class DataBuffer:
         return evicted
 
     def _move_on(self, step: int) -> None:
-        """Make `step` the current one, if none is newer."""
+        """Make `step` the current step unless a newer step exists."""
         if step > self._newest_step:
             if self._newest_step in self._steps:
                 self._steps[self._newest_step].sort(key=_length)
@@ -390,7 +393,7 @@ def _num_bytes(num_tokens: int, width: int, dtype: np.dtype) -> int:
 
 
 def _first(sequences: Sequence[HiddenStates], num_tokens: float) -> list[HiddenStates]:
-    """Return the fewest leading sequences with that many tokens, or all."""
+    """Return the fewest leading sequences with `num_tokens` tokens, or all sequences."""
     count, total = 0, 0
     while count < len(sequences) and total < num_tokens:
         total += _length(sequences[count])

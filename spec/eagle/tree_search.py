@@ -1,9 +1,10 @@
-"""Trees of draft tokens by an EAGLE drafter, on the device.
+"""Trees of draft tokens from an EAGLE drafter, built on the device.
 
-From the last entry of a row, level by level, the `top_k` best nodes of a level are expanded by
-`top_k` children each. The best of all nodes by cumulative log-probability are kept, so that the
-first n draft tokens are the best tree of n. Keys and values of expanded nodes are in X = top_k ·
-(max_depth − 1) columns next to the cache, which has one layer: B rows of S positions, entry t at t.
+The search starts at the last entry of a row. Level by level, it expands the `top_k` best nodes by
+`top_k` children each. It keeps the best nodes overall by cumulative log-probability, so that the
+first n draft tokens are the best tree of size n. Keys and values of expanded nodes are in X = top_k
+· (max_depth − 1) columns next to the cache, which has one layer, B rows and S positions. Entry t is
+at position t.
 P = candidates, M = draft tokens kept, U = draft vocabulary. Sources: EAGLE-2 arXiv 2406.16858; TLT
 section 5.1 and its Figure 9.
 """
@@ -37,16 +38,16 @@ from reprise.spec.eagle import model as eagle
 from reprise.spec.eagle.config import EagleConfig
 from reprise.spec.eagle.model import DeviceWeights
 
-FIRST_TOKEN = 1  # entry t is of the hidden state at t and the token at t + 1
-SHARED_NOISE_PROB = 0.8  # of a draft token drawn with the position's own noise, among its siblings
+FIRST_TOKEN = 1  # entry t joins the hidden state at t and the token at t + 1
+SHARED_NOISE_PROB = 0.8  # of the draft token drawn with the position noise, among its siblings
 
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """The static arguments of a search; `max_depth` bounds the depth of calls.
+    """The static arguments of a search; `max_depth` bounds the `depth` of each call.
 
-    With `shared_noise` each node's first child is the drafter's draw with the noise of that
-    position, with `SHARED_NOISE_PROB`; the others share the rest.
+    With `shared_noise`, the first child of a node is the token that the drafter draws with the
+    noise of that position, with probability `SHARED_NOISE_PROB`; its siblings share the rest.
     """
 
     config: EagleConfig
@@ -57,12 +58,12 @@ class Search:
 
     @property
     def num_columns(self) -> int:
-        """Columns for the nodes that are expanded."""
+        """The number of columns for expanded nodes."""
         return self.top_k * max(self.max_depth - 1, 1)
 
     @property
     def window_tokens(self) -> int:
-        """Tokens that a call absorbs: a whole path, and one more."""
+        """The number of tokens that a call absorbs: a whole path plus one token."""
         return self.max_depth + 1
 
     @property
@@ -81,9 +82,10 @@ def search_from(
     *,
     search: Search,
 ) -> DraftTrees:
-    """Draft `depth` levels from the rows' last entries, which the cache has, with features `g_BD`.
+    """Draft `depth` levels from the last entry of each row, which has features `g_BD`.
 
-    Log-probabilities are those at the rows' temperatures (0: at 1); `key` is the rollout's.
+    The cache holds these entries already. Log-probabilities are at the temperature of the row (1 if
+    that is 0); `key` is the rollout key.
     """
     drafter = _Drafting(search, weights, ends, key, cache.layer(0), cache.values[0].dtype)
     at_rest = cache.num_positions + FIRST_TOKEN
@@ -102,14 +104,14 @@ def search_from(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Beams:
-    """The nodes to expand next; `above_BKX` are the columns of their ancestors."""
+    """The nodes to expand next; `above_BKX` marks the columns of their ancestors."""
 
     at_BK: jax.Array
     sum_BK: jax.Array
     g_BKD: jax.Array
     index_BK: jax.Array
     above_BKX: jax.Array
-    parent_BK: jax.Array  # the parents' columns; −1: the row's last entry
+    parent_BK: jax.Array  # column of the parent; −1: the last entry of the row
 
 
 @jax.tree_util.register_dataclass
@@ -158,7 +160,7 @@ class _Pool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Columns:
-    """Keys [B, K, h, X] and values [B, K, X, h] of expanded nodes, and their parents' columns."""
+    """Keys [B, K, h, X] and values [B, K, X, h] of expanded nodes, and the parent columns."""
 
     keys: jax.Array
     values: jax.Array
@@ -179,7 +181,7 @@ class _Columns:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Drafting:
-    """The constants of one call; `cached` are the entries of the cache, of this type."""
+    """The constants of one call; `cached` holds the cache entries, of type `dtype`."""
 
     search: Search
     weights: DeviceWeights
@@ -190,7 +192,7 @@ class _Drafting:
 
     @property
     def last_B(self) -> jax.Array:
-        """The last entry of each row; 0 of rows at rest, as no angle may be negative."""
+        """The last entry of each row; 0 for idle rows, since no rotary angle may be negative."""
         return jnp.maximum(self.ends.total_B - FIRST_TOKEN - 1, 0)
 
     def columns(self, size: int) -> _Columns:
@@ -205,7 +207,7 @@ class _Drafting:
         return _Columns(kv_cache.pin(keys), kv_cache.pin(values), parents_BX)
 
     def of_cache(self, q_BNHh: jax.Array) -> PartialSoftmax:
-        """Attend to all entries of the rows, of those at rest to none."""
+        """Attend to all cached entries of a row, or to no entries if the row is idle."""
         return self.cached.of_prefix(q_BNHh, jnp.where(self.ends.max_B > 0, self.last_B + 1, 0))
 
     def attend(
@@ -216,10 +218,10 @@ class _Drafting:
         length_B: jax.Array,
         portable: Portable,
     ) -> jax.Array:
-        """Attend from N nodes, `first` on, of the X new ones to all before them and themselves.
+        """Attend from the N new nodes in columns `first` … to all nodes before and to themselves.
 
-        These are the first `length` entries of their row, and their ancestors. The kernel of CPUs
-        reads no others; without it, `portable`.
+        A node sees the first `length` entries of its row, its ancestors and itself. The CPU kernel
+        reads only these; without that kernel, `portable` computes the result.
         """
         rows = self.cached
         if not isinstance(rows, kv_cache.Rows) or not is_in_order(
@@ -255,7 +257,7 @@ class _Drafting:
         return eagle.layer_outputs(*shared, tokens_BN, g_BND, positions_BN, look)
 
     def root(self, tokens_B1: jax.Array, g_B1D: jax.Array) -> jax.Array:
-        """Return the outputs of the last entries, whose keys and values the cache has."""
+        """Return the outputs of the last entries; the cache already has their keys and values."""
 
         def look(q_B1Hh: jax.Array, k_B1Kh: jax.Array, v_B1Kh: jax.Array) -> jax.Array:
             def portable() -> jax.Array:
@@ -281,7 +283,7 @@ class _Drafting:
         return at_BNK, logprob_BNK
 
     def first(self, o_B1D: jax.Array) -> tuple[_Beams, _Pool]:
-        """Return the draft tokens for the next position."""
+        """Return the draft tokens for the next position, as beams and as a pool."""
         B, K = len(o_B1D), self.search.num_children
         at_B1K, logprob_B1K = self.children(jnp.int32(0), o_B1D)
         at_BK, sum_BK = at_B1K[:, 0], logprob_B1K[:, 0]
@@ -299,7 +301,7 @@ class _Drafting:
     def expand(
         self, level: jax.Array, columns: _Columns, beams: _Beams, pool: _Pool
     ) -> tuple[_Columns, _Beams, _Pool]:
-        """Expand the K beams by K children each; the best K are the next beams."""
+        """Expand the K beams by K children each; the best K children are the next beams."""
         B, K, X = beams.above_BKX.shape
         column, first = (level - 1) * K, K + (level - 1) * K * K
         seen_BKX = beams.above_BKX | (jnp.arange(X) == column + jnp.arange(K)[:, None])
@@ -334,7 +336,7 @@ class _Drafting:
         return written[0], beams, pool
 
     def _shared_noise_logprobs(self, logits_BNU: jax.Array, level: jax.Array) -> jax.Array:
-        """Return log `SHARED_NOISE_PROB` for the noise's draw; the others share the rest."""
+        """Return log `SHARED_NOISE_PROB` for the drawn token; the other tokens share the rest."""
         (B, N, U), ids_U = logits_BNU.shape, self.weights.frozen.draft_ids_U
         ends = self.ends
         temperature_BN, top_k_BN, top_p_BN = ends.processing.broadcast((B, N))
@@ -350,7 +352,7 @@ class _Drafting:
         drawn_BNU = (jnp.arange(U) if ids_U is None else ids_U) == drawn_BN[:, :, None]
         others_BNU = jnp.where(drawn_BNU, -jnp.inf, jax.nn.log_softmax(processed_BNU))
         rest_BN1 = jax.nn.logsumexp(others_BNU, axis=-1, keepdims=True)
-        rest_BN1 = jnp.maximum(rest_BN1, jnp.finfo(jnp.float32).min)  # nothing else is possible
+        rest_BN1 = jnp.maximum(rest_BN1, jnp.finfo(jnp.float32).min)  # no other token is possible
         others_BNU = others_BNU - rest_BN1 + jnp.log1p(-SHARED_NOISE_PROB)
         return jnp.where(drawn_BNU, jnp.log(SHARED_NOISE_PROB), others_BNU)
 

@@ -1,9 +1,9 @@
-"""Seer's grouped drafts: siblings' tokens as they are generated (Seer, section 4.4).
+"""Seer's grouped drafts, from sibling tokens as they are generated (Seer, section 4.4).
 
-A server keeps the tokens of each group's requests; the drafter of each engine fetches new tokens of
-its groups and drafts from an index of them. A thread sends, fetches and indexes while the next
-round runs. A = live requests, F = rows of requests, U = those that send something, T = their
-tokens.
+A server stores the tokens of all requests by group. The drafter of each engine fetches and indexes
+the new tokens of its groups, and drafts from the index. A thread sends, fetches and indexes while
+the next round runs. A = live requests, F = rows of requests, U = requests that send tokens,
+T = sent tokens.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from reprise.spec.retrieval.suffix_forest import ProposalRule, SuffixForest
 RULE = ProposalRule(longest=16, shortest=1, max_children=3, prior=0.3, min_prob=0.05, path_tokens=0)
 
 
-# new tokens of a request: its group, itself, the number of tokens before them, and the tokens
+# new tokens of a request: group, request, number of earlier tokens, new tokens
 Piece = tuple[int, int, int, np.ndarray]
 
 
 class DraftServer:
-    """The tokens of all groups, each until `group_size` requests have ended (0: for ever).
+    """The tokens of all groups, each stored until `group_size` requests have ended (0: forever).
 
-    `num_drafters` are those that it serves here.
+    `num_drafters` counts the drafters that use this object.
     """
 
     def __init__(self, group_size: int = 0) -> None:
@@ -42,7 +42,7 @@ class DraftServer:
         self._over: set[int] = set()
 
     def update(self, pieces: Iterable[Piece]) -> None:
-        """Append requests' tokens, known ones or not; ValueError if earlier ones are missing."""
+        """Append new request tokens; raise ValueError if tokens before them are missing."""
         with self._lock:
             for group, request, previous, tokens_T in pieces:
                 if group in self._over:
@@ -57,7 +57,7 @@ class DraftServer:
                 text.frombytes(tokens_T[len(text) - previous :].tobytes())
 
     def end(self, group_ids: Iterable[int], request_ids: Iterable[int]) -> None:
-        """Record requests that have ended for good; each may come more than once."""
+        """Record requests that have ended for good; a request may be reported repeatedly."""
         with self._lock:
             for group, request in zip(group_ids, request_ids, strict=True):
                 if not self._group_size or group in self._over:
@@ -69,7 +69,7 @@ class DraftServer:
                     self._texts.pop(group, None)
 
     def fetch(self, seen: Mapping[int, Mapping[int, int]]) -> tuple[list[Piece], list[int]]:
-        """Return new pieces of the groups of `seen`, by known tokens, and ended groups."""
+        """Return the pieces beyond the token counts in `seen`, and the groups that have ended."""
         pieces = []
         with self._lock:
             over = list(self._over.intersection(seen))
@@ -82,7 +82,7 @@ class DraftServer:
         return pieces, over
 
     def seen(self) -> dict[int, dict[int, int]]:
-        """Return how many tokens of each request are here, by group, for another's `fetch`."""
+        """Return the token count of each request by group, for `fetch` on another server."""
         with self._lock:
             return {
                 group: {request: len(text) for request, text in texts.items()}
@@ -90,7 +90,7 @@ class DraftServer:
             }
 
     def forget(self, group_ids: Iterable[int]) -> None:
-        """Forget groups that are over."""
+        """Forget groups that have ended."""
         with self._lock:
             for group in group_ids:
                 self._over.add(group)
@@ -99,11 +99,12 @@ class DraftServer:
 
 
 class GroupDrafter(Drafter):
-    """Sends its worker's tokens to a server, and drafts from an index of all siblings' tokens.
+    """A drafter that sends worker tokens to a server, and drafts from an index of all siblings.
 
-    Tokens are sent once a request has `update_tokens` new ones, or leaves. A draft knows all rounds
-    of this worker but the last one, which the thread indexes while the device verifies, so that one
-    worker's drafts repeat. Drafters of several workers share a `server`; None makes one.
+    The tokens of a request are sent once `update_tokens` are new, or when the request leaves. A
+    draft uses all rounds of this worker except the last, which the thread indexes while the device
+    verifies, so that the drafts of a single worker are reproducible. Drafters of several workers
+    share a `server`; None creates a server.
     """
 
     def __init__(
@@ -116,16 +117,16 @@ class GroupDrafter(Drafter):
         self._followers = RequestFollowers(self._forest, rule, Source.GROUP)
         self._trees: dict[int, int] = {}  # by group
         self._sequences: dict[int, dict[int, int]] = {}  # of each group, by request
-        self._seen: dict[int, dict[int, int]] = {}  # indexed tokens, for `DraftServer.fetch`
+        self._seen: dict[int, dict[int, int]] = {}  # indexed token counts, for `DraftServer.fetch`
         self._index = RequestIndex()
-        self._sent_F = np.empty(0, np.int64)  # tokens on their way to the server
-        self._messages: list[Callable[[], None]] = []  # since the thread was last given some
+        self._sent_F = np.empty(0, np.int64)  # token counts sent or queued for the server
+        self._messages: list[Callable[[], None]] = []  # gathered since the last hand-over
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="group")
         self._work: Future[None] | None = None
 
     @property
     def can_lag(self) -> bool:
-        return self._server.num_drafters == 1  # no other worker waits for this one's tokens
+        return self._server.num_drafters == 1  # no other worker needs the tokens of this worker
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         self.wait()
@@ -139,10 +140,10 @@ class GroupDrafter(Drafter):
         self._tell(live)
         self.wait()
         messages, self._messages = self._messages, []
-        self._exchange(messages)  # here: `propose` would wait for the thread
+        self._exchange(messages)  # on this thread: `propose` would wait anyway
 
     def _tell(self, live: LiveSlots) -> None:
-        """Gather messages with the new tokens of requests and the groups to follow."""
+        """Gather messages with new tokens and with groups to follow."""
         self._messages.append(partial(self._register, live.group_ids_A.tolist()))
         self._send(live, self._update_tokens)
 
@@ -157,12 +158,12 @@ class GroupDrafter(Drafter):
         self._forget(live)
 
     def wait(self) -> None:
-        """Return once the thread has indexed everything; raise its exception."""
+        """Wait until the thread has indexed everything, and re-raise its exception."""
         if self._work is not None:
             self._work.result()
 
     def _send(self, live: LiveSlots, at_least: int) -> None:
-        """Send tokens of requests with `at_least` new ones, from the prompt's tail on."""
+        """Send new tokens, from the prompt tail on, of requests with `at_least` new tokens."""
         first_A = np.maximum(live.prompt_tokens_A - self._tail, 0)
         which_A = self._index.of(live)
         self._sent_F = with_room(self._sent_F, self._index.size, 0)
@@ -185,7 +186,7 @@ class GroupDrafter(Drafter):
             self._hand_over()  # there may be no further round
 
     def _hand_over(self) -> None:
-        """Have the thread send the gathered messages, and index siblings' new tokens."""
+        """Submit a task that sends the gathered messages and indexes new sibling tokens."""
         if self._messages:
             self.wait()
             messages, self._messages = self._messages, []

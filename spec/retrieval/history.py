@@ -1,14 +1,14 @@
-"""Drafts from last epoch's responses: of the same prompt, and of the same sample.
+"""Drafts from the responses of the last epoch, to the same prompt or by the same sample.
 
-`HistoryDrafter` is HistoSpec (RhymeRL, section 5). The index of the next step's prompts is built
-while training runs (`build_index`, in a thread: its kernels release the interpreter lock). The
-weight of a branch is the sum of the rewards of its responses.
+`HistoryDrafter` is HistoSpec (RhymeRL, section 5). `build_index` indexes the prompts of the next
+step in a thread while training runs (its kernels release the interpreter lock). The weight of a
+branch is the sum of the rewards of its responses.
 
-`GrowingHistory` is the index of a rollout without end: responses join it as they end.
+`GrowingHistory` is the index of an endless rollout, and adds responses as they finish.
 
-`LastResponseDrafter` continues a request's own last response. If noise repeats (`coupled`), or a
-prefix was cut (`lenient`), it stays a good draft after a token that differs: at the same position
-if a token was replaced, a few further if some were inserted or left out.
+`LastResponseDrafter` continues the last response of the same request. If noise repeats (`coupled`),
+or a prefix was cut (`lenient`), the old response remains a good draft after a token that differs:
+at the same position if a token was replaced, or shifted if tokens were inserted or omitted.
 A = live requests, F = known requests, L = tokens of a response.
 """
 
@@ -28,11 +28,11 @@ from reprise.spec.retrieval.suffix_drafter import RequestFollowers, with_prompt_
 from reprise.spec.retrieval.suffix_forest import ProposalRule, SuffixForest
 from reprise.spec.reuse.rollout_cache import CachedGroup, RolloutCache
 
-# Section 5.4: a prefix of 7 tokens, shortened down to 3 until it is found; one branch, along which
-# the context grows by up to the 32 draft tokens of the longest window.
+# Section 5.4: a prefix of 7 tokens, shortened down to 3 until it is found, and one branch. The
+# context grows along the branch by up to 32 draft tokens, the longest window.
 PAPER_RULE = ProposalRule(longest=7, shortest=3, by_weight=True, max_children=1)
-# Trees grow by probability, which the last 16 tokens estimate as well as the whole branch does:
-# counts of longer contexts are smaller (benchmarks/results/drafts_contexts.json).
+# Trees grow by probability. The last 16 tokens estimate it as well as the whole branch, because
+# longer contexts have smaller counts (benchmarks/results/drafts_contexts.json).
 RULE = ProposalRule(
     longest=16,
     shortest=1,
@@ -46,7 +46,7 @@ RULE = ProposalRule(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HistoryIndex:
-    """The tree of each prompt by key, and its forest; none of prompts without history."""
+    """The forest and tree of each prompt, by key; prompts without history are missing."""
 
     trees: Mapping[str, tuple[SuffixForest, int]]
 
@@ -55,7 +55,7 @@ class HistoryIndex:
         return sum(forest.num_tokens for forest in {forest for forest, _ in self.trees.values()})
 
     def by_forest(self, keys: Mapping[int, str]) -> list[tuple[SuffixForest, Mapping[int, int]]]:
-        """Return each forest, and its trees by group; `keys` names the prompt of a group."""
+        """Return each forest and its trees by group; `keys` maps groups to prompt keys."""
         trees = [(g, *self.trees[key]) for g, key in keys.items() if key in self.trees]
         forests = {forest for _, forest, _ in trees}
         return [(one, {g: t for g, f, t in trees if f is one}) for one in forests]
@@ -66,7 +66,7 @@ def build_index(
     prompts: Mapping[str, np.ndarray],
     rule: ProposalRule = RULE,
 ) -> HistoryIndex:
-    """Index the cached responses to `prompts`, after `rule.longest` tokens of each prompt."""
+    """Index the cached responses, each after the last `rule.longest` tokens of its prompt."""
     forest = SuffixForest(rule.context_tokens)
     trees = {}
     for key, prompt in prompts.items():
@@ -82,7 +82,7 @@ def build_index(
 
 @dataclasses.dataclass(eq=False)
 class _Group:
-    """Requests with one prompt that run: its key and tail, and how many are left."""
+    """The running requests of a prompt: prompt key, prompt tail, and number of requests left."""
 
     key: bytes
     tail: np.ndarray
@@ -90,17 +90,17 @@ class _Group:
 
 
 class GrowingHistory:
-    """Responses by prompt, indexed as they end, and numbers of the groups that run.
+    """Responses by prompt, indexed as they finish, and the numbers of running groups.
 
-    All running requests with a prompt are one group. Beyond `max_tokens` (0: nothing is indexed)
-    the prompts that were used the longest ago are forgotten.
+    All running requests with the same prompt form a group. Beyond `max_tokens` (0: nothing is
+    indexed), the least recently used prompts without running requests are forgotten.
     """
 
     def __init__(self, max_tokens: int, rule: ProposalRule = RULE) -> None:
         self._max_tokens, self._longest = max_tokens, rule.longest
         self._forest = SuffixForest(rule.context_tokens)
-        self._prompts = collections.OrderedDict[bytes, int]()  # trees, the last used at the end
-        self._numbers: dict[bytes, int] = {}  # of groups that run, by prompt
+        self._prompts = collections.OrderedDict[bytes, int]()  # trees, the most recently used last
+        self._numbers: dict[bytes, int] = {}  # of running groups, by prompt
         self._groups: dict[int, _Group] = {}
         self._trees: dict[int, int] = {}
         self._num_groups = 0
@@ -109,11 +109,11 @@ class GrowingHistory:
         return len(self._prompts)
 
     def by_forest(self, keys: Mapping[int, str]) -> list[tuple[SuffixForest, Mapping[int, int]]]:
-        """Return the forest, and the trees of running groups at any time."""
+        """Return the forest, and a live mapping of running groups to trees."""
         return [(self._forest, self._trees)]
 
     def begin(self, prompt: Sequence[int], num_requests: int) -> int:
-        """Return the group of new requests."""
+        """Register new requests of a prompt, and return the number of their group."""
         ids = np.asarray(prompt, np.int32)
         key = hashlib.sha256(ids.tobytes()).digest()
         if key not in self._numbers:
@@ -133,7 +133,7 @@ class GrowingHistory:
         return self._prompts[key]
 
     def end(self, number: int, response: np.ndarray | None) -> bool:
-        """Index a response of a group, None to leave it out; return whether it is the last one."""
+        """Index a response unless it is None; return whether the group has no requests left."""
         group = self._groups[number]
         if self._max_tokens and response is not None:
             self._forest.add(self._trees[number], np.concatenate([group.tail, response]))
@@ -150,13 +150,13 @@ class GrowingHistory:
         return True
 
     def drop_groups(self) -> None:
-        """Forget the requests that run."""
+        """Forget all running requests."""
         for groups in (self._numbers, self._groups, self._trees):
             groups.clear()
 
 
 class HistoryDrafter(Drafter):
-    """Drafts from the tree of each request's prompt; `keys` names the prompt of a group."""
+    """A drafter that searches the tree of each prompt; `keys` maps groups to prompt keys."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class HistoryDrafter(Drafter):
         keys: Mapping[int, str],
         rule: ProposalRule = RULE,
     ) -> None:
-        # of each forest: its followers, and trees by group
+        # per forest: followers, and trees by group
         self._parts = [
             (RequestFollowers(forest, rule, Source.HISTORY), trees)
             for forest, trees in index.by_forest(keys)
@@ -188,13 +188,13 @@ class HistoryDrafter(Drafter):
             followers.forget(live.request_ids_A.tolist())
 
 
-REACH = 16  # how far the old response is searched for the last two tokens, to either side
-FOUND, LOST = 0.95, 0.5  # probability of the first draft token, after a match and without one
-NEXT = 0.98  # the factor of each further one
+REACH = 16  # distance of the search for the last two tokens in the old response, either way
+FOUND, LOST = 0.95, 0.5  # probability of the first draft token, with and without a match
+NEXT = 0.98  # factor per further draft token
 
 
 class _Texts(NamedTuple):
-    """The old responses, and how far each is shifted against the request's position."""
+    """The old responses, and the shift of each relative to the new response."""
 
     tokens_FL: np.ndarray
     length_F: np.ndarray
@@ -202,7 +202,7 @@ class _Texts(NamedTuple):
 
 
 class LastResponseDrafter(Drafter):
-    """Drafts a chain a request from `cached`, last epoch's responses by request id."""
+    """A drafter of one chain per request, from the old responses `cached` by request id."""
 
     def __init__(self, cached: Mapping[int, np.ndarray]) -> None:
         max_length = max(map(len, cached.values()), default=0)
@@ -260,8 +260,8 @@ def _continue(  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def _matches(row, end, emitted, texts, f, shift, num_tokens):  # type: ignore[no-untyped-def]
-    """True if the response's last `num_tokens` equal text f's, `shift` positions further."""
-    at = emitted + shift  # of the next token
+    """Return whether the last `num_tokens` of the response equal text f, shifted by `shift`."""
+    at = emitted + shift  # position of the next token
     if num_tokens > emitted or at - num_tokens < 0 or at > texts.length_F[f]:
         return False
     for k in range(1, num_tokens + 1):

@@ -1,4 +1,4 @@
-"""Drafts of live requests from a suffix forest, and from their texts."""
+"""Drafts for live requests, from a suffix forest or from the text of each request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_TREE = -1
 
 
 class RequestFollowers:
-    """One follower for each live request in one forest, and drafts from their matches."""
+    """One follower per live request in a forest, and drafts from the matches of followers."""
 
     def __init__(self, forest: SuffixForest, rule: ProposalRule, source: Source) -> None:
         self._forest, self._rule, self._source = forest, rule, source
@@ -33,7 +33,7 @@ class RequestFollowers:
     def propose(
         self, live: LiveSlots, trees_A: np.ndarray, max_nodes_A: np.ndarray, max_nodes: int
     ) -> Drafts:
-        """Draft for each request from its tree, if it is not `NO_TREE`."""
+        """Draft for each request from its tree, unless the tree is `NO_TREE`."""
         drafts = no_drafts(len(live), max_nodes)
         which_A = self._which(live, trees_A)
         texts = live.tokens_BL, live.rows_A, live.total_tokens_A
@@ -44,7 +44,7 @@ class RequestFollowers:
     def propose_by_group(
         self, live: LiveSlots, trees: Mapping[int, int], max_nodes_A: np.ndarray, max_nodes: int
     ) -> Drafts:
-        """Draft for each request from its group's tree, if it has one."""
+        """Draft for each request from the tree of its group, if the group has a tree."""
         trees_A = np.array([trees.get(g, NO_TREE) for g in live.group_ids_A.tolist()], np.int64)
         return self.propose(live, trees_A, max_nodes_A, max_nodes)
 
@@ -68,12 +68,12 @@ class RequestFollowers:
 
 
 def with_prompt_tail(prompt: np.ndarray, response: np.ndarray, num_tokens: int) -> np.ndarray:
-    """Join the last `num_tokens` of a prompt and a response, whose first tokens need a context."""
+    """Prepend the last `num_tokens` prompt tokens, as context for the start of the response."""
     return np.concatenate([prompt[max(0, len(prompt) - num_tokens) :], response])
 
 
 def new_tokens(live: LiveSlots, known_A: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens from the known_A-th on, joined over requests, and the offset of each."""
+    """Return the tokens from index `known_A` on, joined over requests, and their offsets."""
     offsets = np.concatenate([[0], np.cumsum(live.total_tokens_A - known_A)])
     known_A = np.ascontiguousarray(known_A, np.int64)
     return _gather(live.tokens_BL, live.rows_A, known_A, offsets), offsets
@@ -91,12 +91,12 @@ def _gather(tokens_BL, rows_A, known_A, offsets):  # type: ignore[no-untyped-def
 NGRAM_RULE = ProposalRule(
     longest=8, shortest=2, max_children=2, prior=0.5, min_prob=0.1, path_tokens=0
 )
-# Columns of the state of a request. KNOWN: tokens in its sequence.
+# Columns of the state of a request. KNOWN: number of tokens in its sequence.
 TREE, SEQUENCE, KNOWN = range(3)
 
 
 class NgramDrafter(Drafter):
-    """Drafts from a tree of each live request's own text."""
+    """A drafter that indexes the text of each live request in a separate tree."""
 
     def __init__(self, rule: ProposalRule = NGRAM_RULE) -> None:
         self._forest = SuffixForest(rule.context_tokens)

@@ -1,4 +1,4 @@
-"""A forest of suffix indexes, which find what followed a context in the texts of a tree.
+"""A forest of suffix indexes, which find continuations of a context in the texts of a tree.
 
 forest = SuffixForest()
 tree = forest.plant()
@@ -8,10 +8,10 @@ followers = Followers.of([tree])
 forest.follow(followers, tokens_BL, rows_F=[0], lengths_F=[2])
 forest.propose(followers, ProposalRule(shortest=1), max_nodes_F=[4], out=no_drafts(1, 4))
 
-A tree is a suffix automaton of all its sequences (matches never cross from one into
-another), with the number of occurrences of every context and the sum of the weights
-of the sequences they occur in. All trees share one arena, so that one call, which
-runs without the interpreter lock, serves many contexts of many trees.
+A tree is a suffix automaton of all its sequences (a match never spans two sequences). It stores the
+number of occurrences of every context, and the sum of their weights; an occurrence has the weight
+of its sequence. All trees share one arena, so that one call, which runs without the interpreter
+lock, serves many contexts in many trees.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from reprise.spec.retrieval.suffix_queries import Followers, ProposalRule
 
 __all__ = ["Followers", "ProposalRule", "SuffixForest"]
 
-_GROWTH = 1.5  # of an array that is full
-_MAX = 2**31 - 1  # rows are numbered, and tokens counted, in int32
+_GROWTH = 1.5  # growth factor of full arrays
+_MAX = 2**31 - 1  # row numbers and token counts are int32
 
 
 class SuffixForest:
-    """A set of growing automata that count contexts of up to `max_context` tokens; thread-safe."""
+    """A thread-safe set of growing automata that count contexts of up to `max_context` tokens."""
 
     def __init__(self, max_context: int = 32) -> None:
         assert max_context >= 1, max_context
         self.max_context = max_context
-        # A child of the longest context must be counted too.
+        # Children of the longest context must be counted too.
         self._depth = max_context + 1
         self._lock = threading.Lock()
         self._members: dict[int, list[int]] = {}  # tree row → its sequences
@@ -59,11 +59,11 @@ class SuffixForest:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of all sequences."""
+        """Return the number of tokens in all sequences."""
         return self._num_tokens
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the parts for another program: no lock, no spare room, `weights` in `states`."""
+        """Return the state to pickle, without lock and spare rows; `states` includes `weights`."""
         arena, (num_states, num_edges) = self._arena, self._arena.pools[:, kernels.TAKEN].tolist()
         used = {"states": arena.states[:num_states], "edges": arena.edges[:num_edges]}
         arena = arena._replace(**used, weights=arena.weights[:0])
@@ -77,7 +77,7 @@ class SuffixForest:
     # --- trees and sequences --------------------------------------------------------------
 
     def plant(self) -> int:
-        """Make an empty tree and return its id."""
+        """Create an empty tree and return its id."""
         with self._lock:
             self._make_room(tokens=1)
             row = self._free_row("trees")
@@ -86,7 +86,7 @@ class SuffixForest:
             return _id(row, self._arena.trees[row, kernels.TREE_GENERATION])
 
     def uproot(self, tree: int) -> None:
-        """Forget a tree and its sequences; their ids become invalid."""
+        """Remove a tree and its sequences; their ids become invalid."""
         with self._lock:
             row = self._tree_row(tree)
             members = self._members.pop(row)
@@ -97,7 +97,7 @@ class SuffixForest:
             self._free["trees"].append(row)
 
     def add(self, tree: int, tokens: Any = (), weight: float = 1.0) -> int:
-        """Make a sequence of a tree; each occurrence of a context in it weighs `weight`."""
+        """Add a sequence to a tree, and return its id; context occurrences in it have `weight`."""
         tokens_T = _writable(np.asarray(tokens, np.int32))
         with self._lock:
             tree_row = self._tree_row(tree)
@@ -117,7 +117,7 @@ class SuffixForest:
         self.append_batch([sequence], tokens, [0, len(tokens)])
 
     def append_batch(self, sequences_S: Any, tokens_T: Any, offsets_S: Any) -> None:
-        """Append `tokens_T[offsets_S[s]:offsets_S[s + 1]]` to each sequence s in turn."""
+        """Append `tokens_T[offsets_S[s]:offsets_S[s + 1]]` to each sequence s, in order."""
         ids_S, offsets_S = _integers(sequences_S), _integers(offsets_S)
         fits = len(offsets_S) == len(ids_S) + 1 and offsets_S[-1] <= len(tokens_T)
         assert fits, f"{len(offsets_S)} offsets of {len(ids_S)} sequences, {len(tokens_T)} tokens"
@@ -138,13 +138,13 @@ class SuffixForest:
         which_F: Any = None,
         longest: int | None = None,
     ) -> None:
-        """Bring followers up to date with their contexts and with their trees.
+        """Bring followers up to date with their contexts and trees.
 
-        Follower `which_F[f]` (default: f) reads `tokens_BL[rows_F[f], :lengths_F[f]]`, int32;
-        tokens that it has read before must not have changed, unless it is restarted. Its match is
+        Follower `which_F[f]` (default: f) reads `tokens_BL[rows_F[f], :lengths_F[f]]`, int32.
+        Tokens read before must not have changed, unless the follower was restarted. The match is
         the longest suffix, of at most `longest` tokens (constant for a follower; default:
-        `max_context`), that occurs in its tree. O(1) a token, amortised, and `longest` if the match
-        has occurred again.
+        `max_context`), that occurs in the tree of the follower. The cost is O(1) per token,
+        amortised, plus O(`longest`) if the match has occurred again.
         """
         longest = self.max_context if longest is None else longest
         which_F = _which(followers, which_F)
@@ -180,7 +180,10 @@ class SuffixForest:
         out: Drafts,
         which_F: np.ndarray,
     ) -> None:
-        """`follow` the texts (`tokens_BL, rows_F, lengths_F`) by `rule.longest`, then `propose`."""
+        """Call `follow` with `texts` and `rule.longest`, then `propose`.
+
+        `texts` holds `tokens_BL`, `rows_F` and `lengths_F`.
+        """
         tokens_BL, rows_F, lengths_F = texts
         with self._lock:
             bad = queries.draft(
@@ -198,7 +201,7 @@ class SuffixForest:
             )
         assert bad == kernels.NONE, f"follower {which_F[bad]}: it, its tree or its text is missing"
 
-    # --- inside; the lock is held ---------------------------------------------------------
+    # --- internal methods; the lock is held -----------------------------------------------
 
     def _tree_row(self, tree: int) -> int:
         row = tree & kernels.SLOT_MASK
@@ -213,11 +216,11 @@ class SuffixForest:
         self._num_tokens += added
 
     def _make_room(self, tokens: int) -> None:
-        """Make room for this many tokens, at worst.
+        """Make room for the worst case of this number of new tokens.
 
         An automaton of n tokens in q sequences has at most 2n states, and at most n + 2q edges
-        besides the first of each state: each edge outside the tree of longest paths belongs to a
-        different suffix, and at most 2q states have no edge.
+        besides the first edge of each state. Each edge outside the tree of longest paths belongs to
+        a different suffix, and at most 2q states have no edge.
         """
         live_sequences = len(self._arena.sequences) - len(self._free["sequences"])
         taken, _, num_free = self._arena.pools[kernels.STATE_POOL].tolist()
@@ -235,7 +238,7 @@ class SuffixForest:
             self._arena = self._arena._replace(table=table)
 
     def _free_row(self, name: str) -> int:
-        """Take a row of trees or sequences."""
+        """Take a free row of `trees` or `sequences`, growing the array if it is full."""
         free, old = self._free[name], len(getattr(self._arena, name))
         if not free:
             self._grow_rows(name, old + 1)
@@ -268,7 +271,7 @@ def _id(row: int, generation: Any) -> int:
 
 
 def _writable(x: np.ndarray) -> np.ndarray:
-    """Return a contiguous, writable array: numba compiles again for arrays that are not."""
+    """Return a contiguous, writable array; numba would recompile for other arrays."""
     x = np.ascontiguousarray(x)
     return x if x.flags.writeable else x.copy()
 

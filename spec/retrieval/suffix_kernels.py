@@ -1,11 +1,12 @@
 """Kernels of the suffix forest: suffix automata that grow in one arena of arrays.
 
-A state represents the contexts that end at the same positions of a tree's text: the suffixes of its
-longest one that are longer than its link's. `COUNT` and the weight in column `WEIGHT` (float32
-bits) hold for contexts of up to `depth` tokens. A state's first edge is inline; the others form a
-list that starts at `MORE`, and a hash table of their (state, token) finds them in O(1).
+A state represents the contexts that end at the same positions in the text of a tree: the suffixes
+of its longest context that are longer than all contexts of its link. `COUNT` and the weight in
+column `WEIGHT` (float32 bits) are valid for contexts of up to `depth` tokens. The first edge of a
+state is inline. The others form a list that starts at `MORE`, and a hash table by (state, token)
+finds them in O(1).
 
-Python calls kernels, which numba caches; kernels call parts, which are compiled into them.
+Python calls kernels, which numba caches; kernels call parts, which are compiled into the kernels.
 S = sequences, T = tokens.
 """
 
@@ -19,29 +20,29 @@ import numba
 import numpy as np
 
 kernel = numba.njit(cache=True, nogil=True, error_model="numpy")
-# Parts own no array. With `_nrt` numba would count references to each, atomically, which takes
-# twice as long as everything else.
+# Parts own no arrays. With `_nrt`, numba would count references to each array atomically, which
+# takes twice as long as everything else.
 _PART = {"nogil": True, "error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}
 part = numba.njit(no_cpython_wrapper=True, **_PART)
 inlined = numba.njit(no_cpython_wrapper=True, forceinline=True, **_PART)
-# numba's cache does not notice changes in other files. A kernel elsewhere that uses these parts
-# takes this number as a default argument, which belongs to its signature.
+# numba's cache does not notice changes in other files. A kernel in another file that uses these
+# parts takes this number as a default argument, which is part of the kernel signature.
 STAMP = zlib.crc32(Path(__file__).read_bytes())
 
 NONE = -1
-# Columns of `states` [state, 8] int32. A root's link and an absent edge's token are NONE.
+# Columns of `states` [state, 8] int32. The link of a root and the token of no edge are NONE.
 LENGTH, LINK, COUNT, TOKEN, TARGET, MORE, NEXT, WEIGHT = range(8)
 # Columns of `edges` [edge, 4] int32.
 SOURCE, LABEL, GOAL, NEXT_EDGE = range(4)
-# Columns of `sequences` [sequence, 5] int64. LAST: the state of the whole sequence; NODE: of its
-# last MATCHED = min(tokens, depth) tokens.
+# Columns of `sequences` [sequence, 5] int64. LAST: the state of the whole sequence; NODE: the state
+# of its last MATCHED = min(tokens, depth) tokens.
 TREE, LAST, NODE, MATCHED, SEQUENCE_GENERATION = range(5)
-# Columns of `trees` [tree, 4] int64. STATES: the first state, NEXT links them; GROWN: tokens.
+# Columns of `trees` [tree, 4] int64. STATES: the first state, linked by NEXT; GROWN: tokens.
 ROOT, STATES, GROWN, TREE_GENERATION = range(4)
-# Rows and columns of `pools` [2, 3] int64: how many were ever taken, the free list, its length.
+# Rows and columns of `pools` [2, 3] int64: records ever taken, the free list, its length.
 STATE_POOL, EDGE_POOL = range(2)
 TAKEN, FREE, NUM_FREE = range(3)
-# Columns of a follower. SEEN: the count of its match when it last followed.
+# Columns of a follower. SEEN: the count of its match at the last `follow`.
 FOLLOWER_COLUMNS = 5
 AT, MATCH, POSITION, SEEN_GROWN, SEEN = range(FOLLOWER_COLUMNS)
 
@@ -49,8 +50,10 @@ SLOT_MASK = 0xFFFFFFFF  # an id is generation << 32 | row
 
 
 class Arena(NamedTuple):
-    """The arrays of a forest. `weights` is `states` as float32; `rates` are the sequences' weights;
-    `table` holds hash << 32 | edge + 1, 0 if it is empty.
+    """The arrays of a forest.
+
+    `weights` is `states` as float32; `rates` are the weights of sequences; `table` holds
+    hash << 32 | edge + 1, or 0 in empty slots.
     """
 
     states: np.ndarray
@@ -68,7 +71,7 @@ class Arena(NamedTuple):
 
 @inlined
 def _take(pools, pool, records, next_column):
-    """Return a record of the free list, or one never used: the caller has made room."""
+    """Return a record of the free list, else an unused record; the caller has made room."""
     record = pools[pool, FREE]
     if record >= 0:
         pools[pool, FREE] = records[record, next_column]
@@ -98,7 +101,7 @@ def _hash(state, token):
 
 @inlined
 def _edge(a, state, token):
-    """Return the listed edge of `state` with `token`, or NONE. Linear probing."""
+    """Return the listed edge of `state` with `token`, or NONE, by linear probing."""
     mask = a.table.shape[0] - 1
     code = _hash(state, token)
     slot = code & mask
@@ -133,7 +136,7 @@ def _insert(table, code, edge):
 
 @inlined
 def _add_edge(a, state, token, target):
-    """Add an edge; `state` has none with this token."""
+    """Add an edge to `state`, which has no edge with this token."""
     states, edges = a.states, a.edges
     if states[state, TOKEN] == NONE:
         states[state, TOKEN], states[state, TARGET] = token, target
@@ -155,7 +158,7 @@ def _redirect(a, state, token, target):
 
 @part
 def _drop_edges(a, state):
-    """Free the listed edges of `state`; the table closes its gaps (backward shift)."""
+    """Free the listed edges of `state`, closing gaps in the table (backward shift)."""
     states, edges, table = a.states, a.edges, a.table
     mask = table.shape[0] - 1
     edge = np.int64(states[state, MORE])
@@ -179,7 +182,7 @@ def _drop_edges(a, state):
 
 @kernel
 def rehash(old, new):
-    """Fill the empty table `new` with what `old` holds."""
+    """Fill the empty table `new` with the entries of `old`."""
     for entry in old:
         if entry != 0:
             _insert(new, entry >> 32, (entry & SLOT_MASK) - 1)
@@ -201,8 +204,10 @@ def _new_state(a, tree, length):
 
 @part
 def _clone(a, tree, p, token, q):
-    """Split the contexts of up to LENGTH(p) + 1 tokens off `q`: they have occurred at the same
-    positions so far, hence have the same count, weight and edges.
+    """Split the contexts of up to LENGTH(p) + 1 tokens off `q`, and return their state.
+
+    All contexts of `q` have occurred at the same positions so far, so the new state has the same
+    count, weight and edges.
     """
     states = a.states
     clone = _new_state(a, tree, states[p, LENGTH] + 1)
@@ -222,10 +227,10 @@ def _clone(a, tree, p, token, q):
 
 @inlined
 def _extend(a, tree, last, token):
-    """Return the state of a sequence after one more token; `last` is the one before.
+    """Return the state of a sequence after one more token; `last` is the state before it.
 
-    The online suffix automaton (Blumer et al. 1985), for several sequences: if the transition
-    exists already, its target serves, split if it represents more.
+    This is the online suffix automaton (Blumer et al. 1985) for several sequences. An existing
+    transition is reused, after a split if its target also represents longer contexts.
     """
     states = a.states
     q = child_of(a, last, token)
@@ -261,7 +266,7 @@ def trim(states, node, matched, max_length):
 
 @inlined
 def _mark(states, weights, root, node, weight):
-    """Add to the count and weight of all contexts that end here, except the empty one."""
+    """Add to the count and weight of all contexts that end here, except the empty context."""
     while node != root:
         states[node, COUNT] += 1
         weights[node, WEIGHT] += weight
@@ -283,8 +288,8 @@ def _grow(a, depth, sequence, tokens, start, stop):
         if states[states[last, LINK], LENGTH] < depth:
             node, matched = last, min(np.int64(states[last, LENGTH]), depth)
         else:
-            # `last` represents longer contexts only. If a split has left `node` on the longer
-            # part, `trim` goes up to the right one.
+            # `last` represents only longer contexts. If a split has left `node` on the longer
+            # part, `trim` moves up to the right state.
             node = child_of(a, node, token)
             node, matched = trim(states, node, matched + 1, depth)
         _mark(states, weights, root, node, weight)
@@ -297,7 +302,7 @@ def _grow(a, depth, sequence, tokens, start, stop):
 
 @kernel
 def plant(a, tree):
-    """Give an empty tree its root."""
+    """Create the root of an empty tree."""
     a.trees[tree, STATES], a.trees[tree, GROWN] = NONE, 0
     a.trees[tree, ROOT] = _new_state(a, tree, 0)
 
@@ -311,7 +316,7 @@ def append(a, depth, sequences_S, tokens_T, offsets_S):
 
 @kernel
 def uproot(a, tree):
-    """Free all states and edges of a tree; its next generation outdates its id."""
+    """Free all states and edges of a tree; a new generation invalidates the old id."""
     state = a.trees[tree, STATES]
     while state != NONE:
         following = np.int64(a.states[state, NEXT])

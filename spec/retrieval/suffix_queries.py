@@ -1,4 +1,4 @@
-"""Queries of a suffix forest: follow live contexts, propose the next tokens.
+"""Queries of a suffix forest, which follow live contexts and propose next tokens.
 
 F = followers, N = draft tokens, B = rows of text, L = tokens of a row.
 """
@@ -22,15 +22,16 @@ _STATE, _MATCHED, _TOKEN, _PARENT = range(4)
 class ProposalRule(NamedTuple):
     """A rule that chooses draft tokens.
 
-    The context is the match, cut to its last `longest` tokens, or the longest shorter one that has
-    a continuation, of at least `shortest` tokens. Each context's `max_children` best children, by
-    weight or count, then count, then smaller token, are candidates. They are taken by probability,
-    the product of count(child) / (count(context) + prior) along the path, if it is at least
-    `min_prob`; of equals the earlier candidate. One child makes chains.
+    The context is the match, cut to its last `longest` tokens, or its longest suffix of at least
+    `shortest` tokens that has a continuation. The `max_children` best children of a context, ranked
+    by weight or count, then count, then smaller token, are candidates. Candidates are selected by
+    probability, the product of count(child) / (count(context) + prior) along the path, down to
+    `min_prob`; ties go to the earlier candidate. With one child, drafts are chains.
 
-    Below the first draft token the context is the match and the draft tokens above it, cut to its
-    last `context_tokens`: the match and `path_tokens`. `path_tokens` of 0 chooses every draft token
-    by its last `longest` tokens. HistoSpec (RhymeRL, section 5.3): `ProposalRule(7, 3, 1, True)`.
+    Below the first draft token the context is the match and the draft tokens above, cut to the last
+    `context_tokens`, `longest` plus `path_tokens`. With `path_tokens` of 0, every draft token
+    depends on the last `longest` tokens before it. HistoSpec (RhymeRL, section 5.3):
+    `ProposalRule(7, 3, 1, True)`.
     """
 
     longest: int = 32
@@ -43,37 +44,39 @@ class ProposalRule(NamedTuple):
 
     @property
     def context_tokens(self) -> int:
-        """The longest context of a draft token; the forest's `max_context` should allow it."""
+        """Return the longest context of a draft token, which `max_context` should allow."""
         return self.longest + self.path_tokens
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Followers:
-    """The states of F live contexts, each in one tree (−1: none); the caller owns the arrays."""
+    """The states of F live contexts, each in a tree (−1 if unused); the caller owns the arrays."""
 
     trees_F: np.ndarray
     state_FX: np.ndarray
 
     @classmethod
     def of(cls, trees_F: Sequence[int] | np.ndarray) -> Followers:
-        """Return followers that have read nothing yet."""
+        """Return followers that have read no tokens yet."""
         trees_F = np.array(trees_F, np.int64)
         return cls(trees_F, np.full((len(trees_F), k.FOLLOWER_COLUMNS), k.NONE, np.int64))
 
     def restart(self, f: int, tree: int) -> None:
-        """Follow another context, or another tree, from now on."""
+        """Follow another context or another tree from now on."""
         self.trees_F[f] = tree
         self.state_FX[f] = k.NONE
 
     @property
     def matched_F(self) -> np.ndarray:
-        """Tokens of each context's longest match when it last followed; 0 before that."""
+        """Return the match length of each context at the last `follow`; 0 before the first."""
         return np.maximum(self.state_FX[:, k.MATCH], 0)
 
 
 class _Pool(NamedTuple):
-    """Candidates. `order_N` lists the pool's entries: the queued ones by probability, worst first
-    and the earlier ones last among equals, then the unused ones.
+    """A pool of candidates.
+
+    `order_N` lists the queued entries by probability, worst first and earlier entries last among
+    equals, then the unused entries.
     """
 
     order_N: np.ndarray
@@ -83,7 +86,7 @@ class _Pool(NamedTuple):
 
 @inlined
 def _row_of(trees, tree):
-    """Return the row of a tree's id, or NONE if that tree is gone."""
+    """Return the row of a tree id, or NONE if the tree is gone."""
     row = tree & k.SLOT_MASK
     if tree < 0 or row >= len(trees) or trees[row, k.TREE_GENERATION] != tree >> 32:
         return k.NONE
@@ -92,7 +95,7 @@ def _row_of(trees, tree):
 
 @inlined
 def _settle(states, node, matched):
-    """Return the state of the same context after splits: it may be a shorter one now."""
+    """Return the state of the same context after splits, which may have moved it up the links."""
     while matched > 0 and matched <= states[states[node, k.LINK], k.LENGTH]:
         node = np.int64(states[node, k.LINK])
     return node
@@ -100,7 +103,7 @@ def _settle(states, node, matched):
 
 @inlined
 def _step(a, root, node, matched, token, max_length):
-    """Return the longest match after one more token, from that before; O(1) amortised."""
+    """Return the longest match after one more token, given the last match; O(1) amortised."""
     if token < 0:
         return root, np.int64(0)
     while True:
@@ -115,7 +118,7 @@ def _step(a, root, node, matched, token, max_length):
 
 @part
 def _outgrown(a, root, node, matched, follower, last_token):
-    """True if a context's match has occurred once more, so that it may be longer now."""
+    """Return whether the match has occurred again, so that a longer match may exist."""
     if matched > 0:
         return a.states[node, k.COUNT] != follower[k.SEEN]
     if last_token < 0:
@@ -127,9 +130,9 @@ def _outgrown(a, root, node, matched, follower, last_token):
 def follow(
     a, max_length, which_F, ids_F, followers_FX, tokens_BL, rows_F, lengths_F, stamp=k.STAMP
 ):
-    """Bring followers up to `tokens_BL[rows_F[f], :lengths_F[f]]`; ids of NONE follow nothing.
+    """Advance followers to `tokens_BL[rows_F[f], :lengths_F[f]]`; ids of NONE follow nothing.
 
-    Returns NONE, or the first f whose tree is gone or whose index is out of range.
+    Returns NONE, or the first f with a missing tree or an index out of range.
     """
     B, L = tokens_BL.shape
     for f in range(len(which_F)):
@@ -162,7 +165,7 @@ def follow(
 
 @inlined
 def _before(value, count, token, other_value, other_count, other_token):
-    """Order siblings: larger value, then larger count, then smaller token."""
+    """Return whether a sibling ranks first: larger value, larger count, then smaller token."""
     if value != other_value:
         return value > other_value
     if count != other_count:
@@ -172,7 +175,7 @@ def _before(value, count, token, other_value, other_count, other_token):
 
 @part
 def _next_child(a, by_weight, node, after_value, after_count, after_token):
-    """Return (state, value, token) of the best counted child after the given one, or NONE."""
+    """Return (state, value, token) of the next best child with a count; state may be NONE."""
     state, value, count, token = np.int64(k.NONE), 0.0, np.int64(0), np.int64(0)
     target, label = np.int64(a.states[node, k.TARGET]), np.int64(a.states[node, k.TOKEN])
     edge = np.int64(a.states[node, k.MORE])
@@ -193,7 +196,7 @@ def _next_child(a, by_weight, node, after_value, after_count, after_token):
 
 @part
 def _enqueue(pool, size, room, prob):
-    """Queue a draft token among the best `room`: (its entry or NONE, the new size)."""
+    """Queue a draft token among the best `room`; return (its entry or NONE, the new size)."""
     order_N, prob_N = pool.order_N, pool.prob_N
     if size == room:
         if prob <= prob_N[order_N[0]]:
@@ -214,11 +217,11 @@ def _enqueue(pool, size, room, prob):
 
 @part
 def _expand(a, rule, max_length, node, matched, prob, parent, pool, size, room):
-    """Queue the best children of a context: (the number of counted ones, the new size)."""
+    """Queue the best children of a context; return (number with a count, the new size)."""
     total = a.states[node, k.COUNT] + rule.prior
     value, count, token, num_children = np.inf, np.int64(0), np.int64(0), 0
-    # By count, probabilities fall in the order of the children, so that the first `room` are
-    # enough.
+    # If ranked by count, children come in order of descending probability, so the first `room`
+    # are enough.
     while num_children < rule.max_children and (rule.by_weight or num_children < room):
         state, value, token = _next_child(a, rule.by_weight, node, value, count, token)
         if state == k.NONE:
@@ -238,7 +241,7 @@ def _expand(a, rule, max_length, node, matched, prob, parent, pool, size, room):
 
 @part
 def _draft(a, rule, max_length, root, node, matched, pool, room, out, f):
-    """Write row f of `out` best first, from a context or a shorter one that has children."""
+    """Write row f of `out`, best first, from a context or its longest suffix with children."""
     tokens_N, parents_N, prob_N = out.tokens_AN[f], out.parents_AN[f], out.prob_AN[f]
     node, matched = trim(a.states, node, matched, rule.longest)
     size, no_parent = np.int64(0), np.int64(k.NONE)
@@ -267,10 +270,10 @@ def _draft(a, rule, max_length, root, node, matched, pool, room, out, f):
 
 @kernel
 def propose(a, rule, max_length, which_F, ids_F, followers_FX, max_nodes_F, out, stamp=k.STAMP):
-    """Write each follower's draft tokens; none before it has followed.
+    """Write the draft tokens of each follower; followers that have read nothing get no drafts.
 
-    Returns NONE, or the first f whose tree is gone or whose index is out of range. `rule` and `out`
-    are plain tuples, which are faster to pass.
+    Returns NONE, or the first f with a missing tree or an index out of range. `rule` and `out` are
+    plain tuples, which are faster to pass.
     """
     rule, drafts = ProposalRule(*rule), Drafts(*out)
     N = drafts.tokens_AN.shape[1]
@@ -308,7 +311,7 @@ def draft(
     out,
     stamp=k.STAMP,
 ):
-    """Run `follow`, by the rule's `longest`, then `propose`: one call of a kernel for both."""
+    """Run `follow` with the `longest` of `rule`, then `propose`, in one kernel call."""
     longest = ProposalRule(*rule).longest
     bad = follow(a, longest, which_F, ids_F, followers_FX, tokens_BL, rows_F, lengths_F)
     if bad != k.NONE:

@@ -1,12 +1,12 @@
-"""The expected agreement of cached responses with new ones, when noise repeats from epoch to epoch.
+"""The expected agreement of cached and new responses when noise repeats from epoch to epoch.
 
-A token differs from the cached one with a miss rate h. It is estimated from the last agreement of
-responses with those before them: the sample's, its siblings', the run's, each shrunk towards the
-next.
+A new token differs from the cached token with a miss rate h. The rate is estimated from the last
+agreement of responses with their predecessors, at the level of a sample, of its group and of the
+run. The rate of each level is shrunk towards the rate of the next level.
 
-    h = (differing tokens + PRIOR · h of the next) / (decided tokens + PRIOR)
+    h = (differing tokens + PRIOR · h of the next level) / (decided tokens + PRIOR)
 
-The rates are functions of tokens alone, so that a resumed run estimates alike.
+The rates depend only on tokens, so that a resumed run computes the same estimates.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import NamedTuple
 import numpy as np
 
 FIRST_RATE = 0.1  # without any evidence
-PRIOR_TOKENS = 32.0  # decided tokens that the prior of a rate weighs
-PRIOR_MISSES = 2.0  # expected misses that the prior of a correction weighs
+PRIOR_TOKENS = 32.0  # weight of the prior of a rate, in decided tokens
+PRIOR_MISSES = 2.0  # weight of the prior of a correction, in expected misses
 
 
 class Agreement(NamedTuple):
-    """Cached tokens that were drawn again, and how many were decided on: one more that differs."""
+    """Counts of cached tokens: kept (drawn again), and decided (kept + 1 if a token differs)."""
 
     kept_tokens: int
     decided_tokens: int
 
 
 def agreement(cached_T: np.ndarray, drawn_T: np.ndarray) -> Agreement:
-    """Compare a cached response with the one that replaced it."""
+    """Compare a cached response with its replacement."""
     n = min(len(cached_T), len(drawn_T))
     differs_T = np.append(cached_T[:n] != drawn_T[:n], True)
     kept = int(differs_T.argmax())
@@ -43,15 +43,15 @@ def miss_rate(counts: Sequence[Agreement], prior: float) -> float:
 
 
 def miss_rates(last: Mapping[int, Agreement], of_run: float) -> dict[int, float]:
-    """Return the rate of each sample of a group, given the last agreement of its responses."""
+    """Return the miss rate of each sample of a group, given the last agreement of each sample."""
     of_group = miss_rate(list(last.values()), of_run)
     return {sample: miss_rate([one], of_group) for sample, one in last.items()}
 
 
 class RunMisses:
-    """The miss rate of a run's last steps."""
+    """The miss rate over the last steps of a run."""
 
-    DECAY = 0.7  # of earlier steps, a step
+    DECAY = 0.7  # of earlier steps, per step
 
     def __init__(self, different: float = 0.0, decided: float = 0.0) -> None:
         self.different, self.decided = different, decided
@@ -70,7 +70,7 @@ class RunMisses:
 
 
 class Correction:
-    """Corrects the expected rates of a rollout by its tokens so far.
+    """A correction of the expected miss rates of a rollout by its tokens so far.
 
     factor = (differing tokens + prior) / (expected differing tokens + prior)
     """
@@ -88,11 +88,11 @@ class Correction:
 
 
 def expected_tokens(rate: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-    """Return the tokens that verifying the next `num_tokens` cached ones brings.
+    """Return the expected tokens from verifying the next `num_tokens` cached tokens.
 
         1 + (1 − h) + … + (1 − h)^(n − 1) = (1 − (1 − h)^n) / h
 
-    The draw in place of the first token that differs counts.
+    This counts the draw that replaces the first differing token.
     """
     rate = np.clip(rate, 1e-6, 1.0)
     return (1 - (1 - rate) ** num_tokens) / rate

@@ -1,15 +1,15 @@
-"""The price of passes of chunks that verify cached tokens, against rounds, by measured seconds.
+"""The price of chunk passes that verify cached tokens, compared to rounds, in measured seconds.
 
-If the policy has to draw a cached token again, no token depends on how it is verified. Rows whose
-cached tokens do not pay for a pass decode instead, and drafters may propose these tokens. A pass of
-t seconds that brings e tokens (`spec.reuse.agreement.expected_tokens`; one for each live row of the
-same program) pays if
+If the policy must draw cached tokens again, no token depends on how it is verified. Rows with
+cached tokens that do not pay for a pass decode instead, and drafters may propose these tokens. A
+pass of t seconds that yields e tokens (`spec.reuse.agreement.expected_tokens`, plus 1 for each live
+row of the same program) pays if
 
     MARGIN · t  <  e · value,      value = plain seconds of a token / gain of drafts
 
-A token of B slots takes t(B) / requests. If all requests of a rollout are known, a play of their
-last lengths, with and without the tokens that are expected to agree, prices each of these: if only
-short responses agree, the longest ones take as many rounds as before.
+With B slots, a token takes t(B) / requests. If all requests of a rollout are known, a simulation of
+their last lengths, with and without the tokens expected to agree, gives the price of an agreeing
+token: if only short responses agree, the longest responses take the same number of rounds.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import numpy as np
 from reprise.spec.round_times import RoundTimes
 
 MARGIN = 1.05
-DECAY = 0.95  # of the gain of earlier rounds, a fetch
+DECAY = 0.95  # of earlier rounds in the gain, per fetch
 
 
 class Pass(NamedTuple):
-    """A pass of so many chunks, with a plain round of the live rows or alone."""
+    """A pass of `num_chunks` chunks; `is_beside`: with a plain round of the live rows."""
 
     num_chunks: int
     is_beside: bool
 
 
 class Bucket(NamedTuple):
-    """The rows of a worker: slots, positions, busy rows, and live rows."""
+    """The batch of a worker: slots, positions, busy rows, and live rows."""
 
     slots: int
     positions: int
@@ -43,21 +43,21 @@ class Bucket(NamedTuple):
 
 
 class ChunkPrice:
-    """Prices passes of a rollout; decisions follow from tokens and the table alone."""
+    """The prices of passes of a rollout; decisions depend only on tokens and the table."""
 
     def __init__(self, times: RoundTimes, chunk_tokens: int) -> None:
         self._times, self.chunk_tokens = times, chunk_tokens
         self._slots = times.chunk_slots
-        self._known: dict[tuple[Pass, int, int], float | None] = {}  # looked up before
+        self._known: dict[tuple[Pass, int, int], float | None] = {}  # earlier look-ups
         self._plain_s = self._rounds_s = 0.0
-        self._token_s: float | None = None  # the value of a token of this rollout's requests
+        self._token_s: float | None = None  # the value of a request token in this rollout
 
     def play(
         self, length_N: np.ndarray, rate_N: np.ndarray, num_slots: int, num_positions: int
     ) -> None:
-        """Estimate the value of a token by playing all requests of the rollout.
+        """Estimate the value of a token by simulating all requests of the rollout.
 
-        `length_N` are their last lengths, `rate_N` the miss rates; 1 where nothing is cached.
+        `length_N` holds their last lengths, `rate_N` the miss rates (1 without a cached response).
         """
         rounds = self._times.rounds.items()
         sizes = {b: s for (b, m, n), s in rounds if (m, n) == (b, num_positions)}
@@ -74,16 +74,16 @@ class ChunkPrice:
         self._token_s = saved_s / float(agreeing_N.sum())
 
     def has_passes(self, num_slots: int) -> bool:
-        """Return whether passes of a batch of so many slots are measured."""
+        """Return whether passes with `num_slots` slots are measured."""
         return num_slots in self._slots
 
     @property
     def gain(self) -> float:
-        """Return how much faster than plain ones rounds have been, by the table; at least 1."""
+        """Return the speedup of rounds over plain rounds so far, by the table; at least 1."""
         return max(1.0, self._plain_s / self._rounds_s) if self._rounds_s else 1.0
 
     def observe(self, tokens_per_request: float, num_rounds: int, at: tuple[int, int, int]) -> None:
-        """Learn from the rounds of a fetch, of (slots, nodes, positions)."""
+        """Learn from the rounds of a fetch; `at` is (slots, nodes, positions)."""
         slots, _, positions = at
         plain_s = self._times(slots, slots, positions) or 0.0
         round_s = self._times(*at) or plain_s
@@ -91,7 +91,7 @@ class ChunkPrice:
         self._rounds_s = DECAY * self._rounds_s + num_rounds * round_s
 
     def value(self, at: Bucket) -> float:
-        """Return the seconds that rounds take for a token of a request."""
+        """Return the seconds that rounds take per token of a request."""
         token_s = self._token_s
         if token_s is None:
             token_s = (self._times(at.slots, at.slots, at.positions) or 0.0) / max(at.busy, 1)
@@ -104,10 +104,10 @@ class ChunkPrice:
         alone: Sequence[int],
         beside: Sequence[int],
     ) -> Pass | None:
-        """Return the pass that brings the most tokens a second, if it pays.
+        """Return the pass with the most tokens per second, or None if it does not pay.
 
-        `expected_R` are the tokens that a chunk of each row brings, the largest first; `alone` and
-        `beside` the numbers of chunks that passes can have.
+        `expected_R` holds the expected tokens from a chunk of each row, in descending order. The
+        last two arguments are the possible chunk counts of passes without and with a plain round.
         """
         sums_R = np.append(0.0, np.cumsum(expected_R))
         best = None
@@ -124,7 +124,7 @@ class ChunkPrice:
         return best if best_rate * self.value(at) > MARGIN else None
 
     def may_pay(self, expected_R: np.ndarray, at: Bucket, sizes: Sequence[int]) -> np.ndarray:
-        """Return for each row whether a pass full of rows like it would pay; bool [R]."""
+        """Return for each row whether a pass full of similar rows would pay; bool [R]."""
         seconds = {n: self._seconds(Pass(n, is_beside=False), at) for n in sizes}
         rate = max((n / s for n, s in seconds.items() if s is not None), default=0.0)
         return expected_R * rate * self.value(at) > MARGIN
@@ -144,9 +144,9 @@ GOLDEN = 0.6180339887498949
 
 
 def spread_agreement(length_N: np.ndarray, rate_N: np.ndarray) -> np.ndarray:
-    """Return tokens that agree up to a first difference, spread over the quantiles of their number.
+    """Return counts of tokens that agree up to a first difference, spread over the quantiles.
 
-    P(k tokens agree) = (1 − h)^k, at multiples of the golden ratio modulo 1.
+    P(at least k tokens agree) = (1 − h)^k, at multiples of the golden ratio modulo 1.
     """
     u_N = np.arange(1, len(length_N) + 1) * GOLDEN % 1
     keeps_N = np.clip(1 - rate_N, 1e-9, 1 - 1e-9)
@@ -154,9 +154,9 @@ def spread_agreement(length_N: np.ndarray, rate_N: np.ndarray) -> np.ndarray:
 
 
 def played_s(length_N: np.ndarray, num_slots: int, plain_s: Callable[[int], float]) -> float:
-    """Return the seconds of plain rounds for requests that start in order as slots get free.
+    """Return the seconds of plain rounds for requests that start in order as slots become free.
 
-    `plain_s` are the seconds of a round of so many live rows.
+    `plain_s` returns the seconds of a round with a given number of live rows.
     """
     first, rest = length_N[:num_slots].tolist(), length_N[num_slots:].tolist()
     ends, full_rounds = [int(n) for n in first], 0

@@ -1,9 +1,9 @@
-"""Rules for the length of the kept prefix of a response of the last epoch (SPEC-RL).
+"""Rules for the length of the prefix that is kept of a last-epoch response (SPEC-RL).
 
-Rounds verify a cached response as a chain of nodes, until its first token that is not kept; the
-draw in its place comes from the same node. The mode sets the least log-probability, under the
-present policy, of each kept token. The schedule moves the lenience over a run: the paper keeps it
-constant, the other two are ours.
+Rounds verify a cached response as a chain of nodes, up to the first token that is not kept; the
+draw that replaces this token comes from the same node. The mode sets the minimum log-probability,
+under the current policy, of each kept token. The schedule changes the lenience over a run: the
+paper keeps the lenience constant, the other two schedules are ours.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
-if TYPE_CHECKING:  # a configuration is read without it
+if TYPE_CHECKING:  # not needed to read a configuration
     from reprise.spec.reuse.rollout_cache import CachedResponse
 
 SCHEDULES = "constant, linear:END:STEPS, clip_fraction:TARGET"
-GAIN = 0.1  # the largest change of log λ a step
-LARGEST_LOG = 2.0  # log λ of `clip_fraction`; the smallest is its negative
+GAIN = 0.1  # the largest change of log λ per step
+LARGEST_LOG = 2.0  # log λ of `clip_fraction`; the smallest is the negative
 
 
 @dataclasses.dataclass(frozen=True)
 class LenienceSchedule:
-    """The course of the lenience λ.
+    """The schedule of the lenience λ.
 
-    `linear` moves from the first lenience to `end` in `steps`. `clip_fraction` changes log λ by
-    `GAIN` · (target − fraction) / max(target, fraction) of the policy's clip fraction.
+    `linear` moves from the first lenience to `end` in `steps` steps. `clip_fraction` changes log λ
+    by `GAIN` · (target − fraction) / max(target, fraction), with the policy clip fraction.
     """
 
     name: Literal["constant", "linear", "clip_fraction"]
@@ -36,14 +36,14 @@ class LenienceSchedule:
     target: float = 0.0
 
     def at(self, first: float, log_lenience: float, step: int) -> float:
-        """Return log λ of a step (from 1 on); `log_lenience` is from `after`, or log first."""
+        """Return log λ of a step (from 1); `log_lenience` is from `after`, or is log first."""
         if self.name != "linear":
             return log_lenience
         part = min(1.0, (step - 1) / self.steps)
         return log(first + (self.end - first) * part)
 
     def after(self, log_lenience: float, clip_fraction: float) -> float:
-        """Return log λ after a step whose updates clipped this fraction of the tokens."""
+        """Return log λ after a step with updates that clipped this fraction of the tokens."""
         if self.name != "clip_fraction":
             return log_lenience
         error = (self.target - clip_fraction) / max(self.target, clip_fraction)
@@ -56,7 +56,7 @@ def log(lenience: float) -> float:
 
 
 def parse_schedule(text: str) -> LenienceSchedule:
-    """Return the schedule of that name; raises ValueError for an unknown name or a bad number."""
+    """Parse a schedule; raise ValueError for an unknown name or a bad number."""
     name, *values = text.split(":")
     try:
         if text == "constant":
@@ -84,15 +84,15 @@ NAMES: dict[str, Name] = {name: name for name in get_args(Name)}
 
 @dataclasses.dataclass(frozen=True)
 class ReuseMode:
-    """The response that is verified, and the rule; `lenience` is the first step's.
+    """The response that is verified, and the rule; `lenience` is the value at the first step.
 
     `lenient` and `delayed` keep a token with probability min(1, λ · p_new / p_old), up to the first
-    that is not kept; `delayed` takes the response of the epoch before the last. λ is a number,
-    `e^X`, or `inf`: 0 keeps nothing, 1 is the rule of speculative sampling (except for the token
-    after the prefix, which is drawn from the whole new policy), `inf` keeps all. `random` keeps a
-    uniformly drawn number of tokens, `full` all of them. `coupled` keeps tokens that equal the
-    current policy's draws: noise repeats from epoch to epoch (`rl.speculation.reuse`).
-    `repeated_noise` draws with the noise of `coupled` and keeps nothing.
+    token that is not kept; `delayed` takes the response of the epoch before the last. λ is a
+    number, `e^X`, or `inf`: 0 keeps nothing, 1 is the rule of speculative sampling (except for the
+    token after the prefix, which is drawn from the whole new policy), `inf` keeps everything.
+    `random` keeps a uniformly drawn number of tokens, `full` keeps everything. `coupled` keeps
+    tokens that equal the draws of the current policy, with noise that repeats from epoch to epoch
+    (`rl.speculation.reuse`). `repeated_noise` draws with the noise of `coupled` and keeps nothing.
 
     Source: SPEC-RL, sections 3.1 and 4.3; `coupled` is ours (docs/architecture.md).
     """
@@ -106,7 +106,7 @@ class ReuseMode:
 
     @property
     def repeats(self) -> bool:
-        """Return whether responses or noise of the last epoch are used again."""
+        """Return whether responses or noise of the last epoch are reused."""
         return self.name != "off"
 
     @property
@@ -115,12 +115,12 @@ class ReuseMode:
 
     @property
     def back(self) -> int:
-        """The number of epochs between the cached response's and the last one."""
+        """The number of epochs between the cached response and the last epoch."""
         return int(self.name == "delayed")
 
 
 def parse_mode(text: str) -> ReuseMode:
-    """Return the mode of that name, or raise ValueError."""
+    """Parse a mode; raise ValueError for an unknown name or a bad number."""
     first, colon, value = text.partition(":")
     name = NAMES.get(first)
     if name in ("lenient", "delayed") and colon:
@@ -140,7 +140,7 @@ def parse_mode(text: str) -> ReuseMode:
 
 @dataclasses.dataclass(frozen=True)
 class PrefixRule:
-    """The rule of one mode at one step; its draws are a function of (seed, step, request)."""
+    """The rule of one mode at one step; draws depend only on (seed, step, request)."""
 
     mode: ReuseMode
     log_lenience: float
@@ -149,11 +149,11 @@ class PrefixRule:
     greedy: bool = False
 
     def min_logprobs(self, request_id: int, cached: CachedResponse, num_tokens: int) -> np.ndarray:
-        """Return the least log-probability to keep each of the first tokens; float32 [n].
+        """Return the minimum log-probability to keep each of the first tokens; float32 [n].
 
             log u + log p_old − log λ,   u uniform: kept with probability min(1, λ · p_new / p_old)
 
-        At −∞ a token is kept in any case, else only if the policy can draw it; at +∞ it is not.
+        At −∞ a token is always kept, at +∞ never, otherwise only if the policy can draw it.
         """
         assert not self.mode.couples_noise
         if self.mode.name == "full" or self.log_lenience == math.inf:

@@ -1,13 +1,13 @@
-"""Fresh noise for a part of each group, and for groups whose responses taught nothing.
+"""Fresh noise for a part of each group, and for groups with responses that taught nothing.
 
-Reuse repeats last epoch's responses, so a prompt that was not solved is tried with the same
-responses again, and stays unsolved until the policy moves. Two remedies give up some reuse:
+Reuse repeats the responses of the last epoch, so an unsolved prompt gets the same responses again
+and stays unsolved until the policy changes. Two remedies give up some reuse:
 
     sample ≥ size − fresh samples     noise of the step; nothing is reused
     group without reward difference   noise of the group, renewed once more; nothing is reused
     otherwise                         noise of the group as in the last epoch
 
-All is a function of the step and of the prompt's last group, which the rollout cache keeps.
+The noise depends only on the step and on the last group of the prompt (in the rollout cache).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _MIXERS = ((0x2545F491, 15), (0x1B873593, 13), (0x5851F42D, 16))  # odd factors,
 
 @dataclasses.dataclass(frozen=True)
 class Renewal:
-    """The samples that are answered with fresh noise instead of repeating the last epoch.
+    """The choice of samples that get fresh noise instead of repeating the last epoch.
 
-    A share of each group, rounded up, but never all of it; with `renews_groups` also all samples
-    of a prompt whose last group had equal rewards.
+    A share `fresh_share` of each group is fresh, rounded up, but never a whole group. With
+    `renews_groups`, all samples of a prompt are fresh if its last group had equal rewards.
     """
 
     fresh_share: float
@@ -38,18 +38,18 @@ class Renewal:
         return sample >= size - num_fresh
 
     def is_due(self, last: CachedGroup | None) -> bool:
-        """Return whether the prompt's last group taught nothing, so that its noise is renewed."""
+        """Return whether the last group of the prompt taught nothing, so that noise is renewed."""
         return self.renews_groups and last is not None and not last.taught
 
     def renewals(self, last: CachedGroup | None) -> int:
-        """Return how often the noise of a prompt has been renewed, for its next group."""
+        """Return the number of noise renewals of a prompt, for its next group."""
         return 0 if last is None else last.renewals + self.is_due(last)
 
 
 def renewed_name(name: int, renewals: int) -> int:
-    """Return the name of the noise that replaces `name`, both below 2³¹; 0 renewals: `name`.
+    """Return the noise name that replaces `name`, both below 2³¹; 0 renewals: `name`.
 
-    Each number of renewals permutes the names, so that samples of one step stay apart.
+    Each number of renewals permutes the names, so that samples of one step keep distinct names.
     """
     if not renewals:
         return name

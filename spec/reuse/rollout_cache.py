@@ -1,9 +1,9 @@
-"""The rollout cache: each prompt's responses of its last epoch, within a memory cap.
+"""The rollout cache, which holds the last-epoch responses of every prompt within a memory cap.
 
-History drafts (RhymeRL, section 5.3) and prefix reuse (SPEC-RL, section 3.2) read from it. Beyond
-`memory_bytes` the least recently used groups are spilled to files that never change, one each: a
-checkpoint links them. Damaged or foreign files are named in `problems`, and their prompts are
-answered from scratch.
+History drafts (RhymeRL, section 5.3) and prefix reuse (SPEC-RL, section 3.2) read from the cache.
+Beyond `memory_bytes`, the least recently used groups are spilled, with one file per group. The
+files never change, so a checkpoint links them. Damaged or foreign files are named in `problems`,
+and their prompts are answered from scratch.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from reprise.models.folder import Folder
 from reprise.spec.reuse.agreement import FIRST_RATE, Agreement
 
 MAGIC = b"RPR1"
-_HEADER = 12  # magic, CRC-32 of what follows, length of the JSON
-_ENDING = ".rollouts"  # of files
-MAX_RENEWALS = 2**26  # more than a run has steps: they are a part of requests' numbers
-_MAX_PROMPT_TOKENS = 2**22  # limits the memory that a damaged header can take
+_HEADER = 12  # bytes: magic, CRC-32 of the rest, length of the JSON
+_ENDING = ".rollouts"  # suffix of file names
+MAX_RENEWALS = 2**26  # more than the steps of a run; renewals are a part of request ids
+_MAX_PROMPT_TOKENS = 2**22  # limits the memory that a damaged header can claim
 
 
 class CacheFileError(ValueError):
-    """A blob that is damaged, or not one of ours."""
+    """A damaged or foreign blob."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scores:
-    """The log-probabilities and policy versions of a response's tokens; [num_tokens] each.
+    """The log-probabilities and policy versions of response tokens; [num_tokens] each.
 
-    `logprobs` (float32) are under the policy of the cached epoch, `emission_logprobs` and
-    `policy_versions` (int32) of the policy that drew the token, which is older if the token was
-    reused.
+    `logprobs` (float32) are under the policy of the cached epoch. `emission_logprobs` and
+    `policy_versions` (int32) are for the policy that drew the token, which is older if the token
+    was reused.
     """
 
     logprobs: np.ndarray
@@ -53,8 +53,8 @@ class Scores:
 class CachedResponse:
     """One response (int32 tokens), its reward, and its scores if reuse is on.
 
-    When noise repeats, `agreement` compares it with the response before it. `miss_rate` is the
-    expected share of its tokens that differ (`spec.reuse.agreement`), which is not stored.
+    When noise repeats, `agreement` compares the response with the previous response. `miss_rate` is
+    the expected rate of differing tokens (`spec.reuse.agreement`) and is not stored.
     """
 
     sample_index: int
@@ -69,8 +69,8 @@ class CachedResponse:
 class CachedGroup:
     """The responses of one epoch to one prompt (int32 ids).
 
-    `taught`: their rewards differ; `renewals` of the prompt's noise before they were drawn
-    (`spec.reuse.renewal`).
+    `taught` states whether the rewards differ. `renewals` counts how often the noise of the prompt
+    was renewed before the responses were drawn (`spec.reuse.renewal`).
     """
 
     prompt_ids: np.ndarray
@@ -84,7 +84,7 @@ class CachedGroup:
 
 
 def of_group(tokens: Sequence[np.ndarray], rewards: Sequence[float | None]) -> CachedGroup:
-    """Make a group without scores, which history needs; a missing reward counts 0."""
+    """Return a group without scores, as history drafts need; a missing reward counts as 0."""
     pairs = enumerate(zip(tokens, rewards, strict=True))
     responses = tuple(CachedResponse(i, t, 0.0 if r is None else float(r)) for i, (t, r) in pairs)
     return CachedGroup(np.empty(0, np.int32), responses)
@@ -118,7 +118,7 @@ def encode(key: str, group: CachedGroup, policy: str = "") -> bytes:
 
 
 def decode(blob: bytes, key: str, policy: str = "", vocab_size: int = 2**31) -> CachedGroup:
-    """Return the group, or raise CacheFileError: damaged, another prompt, policy, vocabulary."""
+    """Return the group; raise CacheFileError for damage or another prompt, policy or vocabulary."""
     if len(blob) < _HEADER or blob[:4] != MAGIC:
         raise CacheFileError("expected a blob of the rollout cache, got something else")
     body = blob[8:]
@@ -175,7 +175,7 @@ class _Header:
 
     @staticmethod
     def read(text: bytes) -> _Header:
-        """Parse; raises ValueError, TypeError or KeyError for what `encode` does not write."""
+        """Parse a header; raise ValueError, TypeError or KeyError if `encode` never writes it."""
         row = json.loads(text)
         header = _Header(**{f.name: row[f.name] for f in dataclasses.fields(_Header)})
         counts = (*header.samples, *header.lengths, header.renewals)
@@ -212,7 +212,7 @@ def _agreement(row: Any) -> Agreement | None:
 
 
 def _inflated(packed: bytes, min_numbers: int) -> np.ndarray:
-    """Inflate at least `min_numbers` int32, at most a prompt more; raises CacheFileError."""
+    """Inflate at least `min_numbers` int32, at most a prompt more, or raise CacheFileError."""
     max_bytes = 4 * (min_numbers + _MAX_PROMPT_TOKENS)
     try:
         raw = zlib.decompressobj().decompress(packed, max_bytes + 1)
@@ -225,7 +225,7 @@ def _inflated(packed: bytes, min_numbers: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class SpilledFile:
-    """A file of the cache's folder, named by its entry and its content: it never changes."""
+    """An immutable file in the cache folder, named after its entry and its content."""
 
     name: str
     num_bytes: int
@@ -235,8 +235,9 @@ class SpilledFile:
 class RolloutCache:
     """Groups by prompt key: `replace` after each epoch, `get` before the next.
 
-    With `epochs` 2 the group before the last is kept too (`back=1`). `policy` names the shape of
-    policy and tokenizer: groups of another one are problems. Without a `folder` nothing is spilled.
+    With `epochs` 2, the group before the last is kept too (`back=1`). `policy` names the shape of
+    policy and tokenizer; groups of another shape are problems. Without a `folder`, nothing is
+    spilled.
     """
 
     def __init__(
@@ -252,20 +253,20 @@ class RolloutCache:
         self.folder = Folder(folder, create=True) if isinstance(folder, Path) else folder
         self.policy, self.vocab_size, self.epochs = policy, vocab_size, epochs
         self.problems: list[str] = []
-        self.num_bytes = 0  # of blobs in memory
+        self.num_bytes = 0  # size of the blobs in memory
         self._blobs: collections.OrderedDict[str, bytes] = collections.OrderedDict()
         self._spilled: dict[str, SpilledFile] = {}
-        self._before: dict[str, bytes | None] = {}  # replaced since `mark`, by entry
+        self._before: dict[str, bytes | None] = {}  # blobs replaced since `mark`, by entry
 
     def __len__(self) -> int:
         return len(self._blobs) + len(self._spilled)
 
     def replace(self, key: str, group: CachedGroup) -> None:
-        """Make this the prompt's group of the last epoch."""
+        """Store the group of the last epoch for a prompt."""
         self._renew(key, encode(key, group, self.policy))
 
     def take_over(self, other: RolloutCache) -> None:
-        """Take the groups of another cache of the same policy, and empty that."""
+        """Move the groups of another cache of the same policy into this cache."""
         assert other.policy == self.policy and other.epochs == 1 and other.folder is None
         for key, blob in other._blobs.items():
             self._renew(key, blob)
@@ -279,11 +280,11 @@ class RolloutCache:
         self._replace(_entry_name(key, 0), blob)
 
     def mark(self) -> None:
-        """Remember the present groups, which `undo` restores."""
+        """Remember the current groups for `undo`."""
         self._before.clear()
 
     def undo(self) -> None:
-        """Restore every group of the last `mark`."""
+        """Restore every group as it was at the last `mark`."""
         for entry, blob in self._before.items():
             if blob is None:
                 self._forget(entry)
@@ -297,7 +298,7 @@ class RolloutCache:
         self._put(entry, blob)
 
     def get(self, key: str, back: int = 0) -> CachedGroup | None:
-        """Return the prompt's group of `back` epochs before the last; None if none can be read."""
+        """Return the group of `back` epochs before the last; None if missing or unreadable."""
         assert 0 <= back < self.epochs
         entry = _entry_name(key, back)
         blob = self._blob(entry)
@@ -311,7 +312,7 @@ class RolloutCache:
             return None
 
     def blob(self, key: str) -> bytes | None:
-        """Return the prompt's group of the last epoch, encoded."""
+        """Return the encoded group of the last epoch of a prompt, or None."""
         return self._blob(_entry_name(key, 0))
 
     def new_problems(self) -> list[str]:
@@ -320,7 +321,7 @@ class RolloutCache:
         return new
 
     def state(self) -> dict[str, Any]:
-        """Return a checkpoint's part besides `spilled`: entries, least recently used first."""
+        """Return the checkpoint state besides `spilled`, least recently used entries first."""
         joined = b"".join(self._blobs.values())
         files = self.spilled()
         return {
@@ -331,7 +332,7 @@ class RolloutCache:
         }
 
     def spilled(self) -> dict[str, SpilledFile]:
-        """Return the files that exist, by entry; a missing one is a problem."""
+        """Return the existing spilled files by entry; add missing files to `problems`."""
         for entry, file in list(self._spilled.items()):
             assert self.folder is not None
             if not self.folder.is_file(file.name):
@@ -345,7 +346,7 @@ class RolloutCache:
         source: Folder | None = None,
         damaged: Collection[str] = (),
     ) -> None:
-        """Replace everything by a `state`, linking files of `source` but the `damaged` ones."""
+        """Replace everything with a `state`, linking files of `source` except `damaged` files."""
         self._clear()
         for entry, name, num_bytes, sha256 in state["files"]:
             if name in damaged or source is None or not source.is_file(name):
@@ -372,7 +373,7 @@ class RolloutCache:
             self._spilled[oldest] = _spill(self.folder, oldest, old)
 
     def _blob(self, entry: str) -> bytes | None:
-        """Return the blob, which becomes the most recently used."""
+        """Return the blob of an entry, which becomes the most recently used entry."""
         if entry in self._spilled:
             assert self.folder is not None
             try:
@@ -395,7 +396,7 @@ class RolloutCache:
         self.num_bytes -= len(self._blobs.pop(entry, b""))
 
     def _clear(self) -> None:
-        """Forget everything, files of a killed process included."""
+        """Forget everything, including files of a killed process."""
         for name in self.folder.names() if self.folder is not None else ():
             if name.endswith(_ENDING):
                 self.folder.remove(name)  # type: ignore[union-attr]
@@ -405,11 +406,11 @@ class RolloutCache:
 
 
 def _spill(folder: Folder, entry: str, blob: bytes) -> SpilledFile:
-    """Write a file that exists whole or not at all."""
+    """Write a blob to a file, replacing a file left by a killed process."""
     digest = hashlib.sha256(blob).hexdigest()
     where = hashlib.sha256(entry.encode()).hexdigest()[:16]
     file = SpilledFile(f"{where}-{digest}{_ENDING}", len(blob), digest)
-    if folder.exists(file.name):  # of a killed process
+    if folder.exists(file.name):  # left by a killed process
         folder.remove(file.name)
     with folder.create(file.name) as out:
         out.write(blob)
@@ -417,5 +418,5 @@ def _spill(folder: Folder, entry: str, blob: bytes) -> SpilledFile:
 
 
 def _entry_name(key: str, back: int) -> str:
-    """Return the name of a group's entry; keys of examples have no NUL."""
+    """Return the entry name of a group; example keys contain no NUL."""
     return key if not back else f"{key}\0{back}"
