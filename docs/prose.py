@@ -2,7 +2,8 @@
 
 Counts phrases that an English-speaking engineer would not write, in docstrings and comments of the
 source (per 1,000 words), and words that name nothing, in identifiers (per 10,000). Fails above the
-budget, which only falls.
+budget, which only falls. Fails too if a marker is more than twice as frequent, in the source or in
+the pages, as in other repositories of this field.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("models", "spec", "sched", "rl")
-PHRASES_PER_1000, NAMES_PER_10000 = 0.1, 174  # at first 24.9 and 557
+PHRASES_PER_1000, NAMES_PER_10000 = 0.03, 168  # at first 24.9 and 557
 
 VERBS = (
     "is was were are it they a an the its this that each others another has have had comes came "
@@ -47,6 +48,26 @@ NAMES = frozenset(
     "there here lacking alive sign patience mend leg standing words word reach meet talk hello "
     "welcome home silent hear hears of".split()
 )
+# Markers of the dialect that this project had, by their rate per 1,000 words in the docstrings and
+# comments of prime-rl, rlax and nanochat (81,476 words, November 2026).
+MARKERS = {
+    r"\b(?:so|as) many\b": 0.01,
+    r"\balone\b": 0.09,
+    r"\b(?:the|other|another|each|no|which|these|those) ones?\b": 0.05,
+    r"\bwhose\b": 0.58,
+    r"\btheirs\b|\bothers'|\banother's|\bone's\b": 0.01,
+    r"\bif (?:any (?:is|has|does|are)|there (?:is|are) (?:none|any|one))\b": 0.0,
+    r"\bas of\b|\bmay be (?:anything|none)\b|\bone after\b|\bin turn\b|\bby (?:now|then)\b": 0.0,
+    r"\balike\b|\bin vain\b|\banew\b|\bafresh\b|\bat rest\b|\bmeanwhile\b": 0.0,
+    r"\bat once\b": 0.02,
+    r"\b(?:a|an|the|each|its|this) \w+'s\b": 1.96,
+    r"\bof (?:it|them)\b": 0.04,
+    r"\b(?:is|are) to be\b": 0.02,
+    r"\bends\b": 0.1,
+    r": (?:it|they|none|all|no|one|each|these|those)\b": 0.37,
+}
+ALLOWED_RATIO, FEW_PER_1000 = 2, 0.05  # of an anchor's rate; a marker that rare is no dialect
+GENERATED = {"configuration.md", "results.md", "history_of_results.md"}  # from what is counted
 
 
 class Found(NamedTuple):
@@ -74,6 +95,35 @@ def count(text: str, place: str) -> Counts:
     names = list(_names(tree))
     counted = [Found(f"{place}:{line}", name) for line, name in names if _parts(name) & NAMES]
     return Counts(num_words, len(names), phrases, counted)
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    """Yield the name and the prose of each page, without blocks of code."""
+    for path in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    ):
+        if path.name not in GENERATED:
+            text = path.read_text(encoding="utf-8")
+            yield path.name, re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+def dialect(texts: Mapping[str, str]) -> tuple[dict[str, float], list[Found]]:
+    """Return the markers of texts that are too frequent, by their rate, and all places of these."""
+    num_words = sum(len(text.split()) for text in texts.values())
+    rates, places = dict[str, float](), list[Found]()
+    for marker, anchor_rate in MARKERS.items():
+        found = [
+            Found(place, text[max(0, m.start() - 30) : m.end() + 20])
+            for place, text in texts.items()
+            for m in re.finditer(marker, text)
+        ]
+        rate = 1e3 * len(found) / max(1, num_words)
+        if rate > max(ALLOWED_RATIO * anchor_rate, FEW_PER_1000):
+            rates[marker] = rate
+            places += found
+    return rates, places
 
 
 def _prose(text: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -120,6 +170,18 @@ def main(argv: list[str]) -> int:
     phrase_rate = 1e3 * len(phrases) / sum(part.num_words for part in parts)
     name_rate = 1e4 * len(names) / sum(part.num_names for part in parts)
     is_within = phrase_rate <= PHRASES_PER_1000 and name_rate <= NAMES_PER_10000
+    source = {
+        f"{p.relative_to(ROOT)}:{line}": " ".join(prose.split())
+        for p in paths
+        for line, prose in _prose(p.read_text("utf-8"), ast.parse(p.read_text("utf-8")))
+    }
+    for where, texts in {"source": source, "pages": dict(pages())}.items():
+        rates, places = dialect(texts)
+        is_within = is_within and not rates
+        for marker, rate in rates.items():
+            print(f"prose: {rate:.2f} per 1,000 words in the {where}: {marker}")
+        for place, text in places if args.list else ():
+            print(f"{place}: {' '.join(text.split())}")
     print(
         f"prose: {phrase_rate:.2f} phrases per 1,000 words (at most {PHRASES_PER_1000}), "
         f"{name_rate:.0f} names per 10,000 (at most {NAMES_PER_10000})"

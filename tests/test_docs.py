@@ -436,3 +436,16 @@ def told(asked): # those of a page
     assert counts.num_words == 15 and counts.num_names == 4
     assert [f.text for f in counts.phrases] == ["What was", "begun", "where there", "those of"]
     assert [f.text for f in counts.names] == ["told", "asked", "most_found"]
+
+
+def test_the_prose_lint_finds_markers_that_are_too_frequent():
+    plain = {"a.py:1": "Return the number of rows. " * 400}
+    assert prose.dialect(plain) == ({}, [])
+    rare = {**plain, "b.py:3": "It has so many of them, at once."}
+    assert prose.dialect(rare)[0].keys() == {
+        r"\b(?:so|as) many\b",
+        r"\bof (?:it|them)\b",
+        r"\bat once\b",
+    }
+    rates, places = prose.dialect({**plain, "c.py:7": "the batch's rows " * 20})
+    assert [found.place for found in places] == ["c.py:7"] * 20 and round(*rates.values()) == 10

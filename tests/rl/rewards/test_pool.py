@@ -261,9 +261,9 @@ def test_a_reward_file_imports_its_neighbours(tmp_path, monkeypatch):
     folder = tmp_path / "rewards"
     (folder / "models").mkdir(parents=True)
     (folder / "models" / "__init__.py").write_text("BONUS = 2.0\n")
-    (folder / "helper.py").write_text("from reprise.models import BONUS\n")
+    (folder / "helper.py").write_text("from models import BONUS\n")
     (tmp_path / "spec.py").write_text("FACTOR = 3.0\n")  # where the run was started
-    body = "from helper import BONUS\nfrom reprise.spec import FACTOR\n"
+    body = "from helper import BONUS\nfrom spec import FACTOR\n"
     body += "def score(completions, **c): return [BONUS * FACTOR]\n"
     (folder / "mine.py").write_text(body)
     monkeypatch.chdir(tmp_path)
