@@ -178,6 +178,21 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheels, checkout_copy):
         assert {f"reprise/{path}" for path in paths} <= set(names)
 
 
+def test_a_source_distribution_gives_the_same_wheel(wheels, checkout_copy, tmp_path):
+    """Build tools follow the links in reprise/, and pass over folders that they have seen."""
+    built, unpacked = tmp_path / "built", tmp_path / "unpacked"
+    code = "from hatchling.build import build_{0}; build_{0}({1!r})"
+    build = [sys.executable, "-I", "-c"]
+    execute([*build, code.format("sdist", str(built))], checkout_copy)
+    [source] = built.glob("*.tar.gz")
+    shutil.unpack_archive(source, unpacked, filter="data")
+    [folder] = unpacked.iterdir()
+    execute([*build, code.format("wheel", str(built))], folder)
+    [wheel] = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as found, zipfile.ZipFile(wheels["wheel"]) as expected:
+        assert set(found.namelist()) == set(expected.namelist())
+
+
 def test_an_editable_install_points_at_the_checkout(wheels, checkout_copy):
     with zipfile.ZipFile(wheels["editable"]) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
