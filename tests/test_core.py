@@ -14,7 +14,7 @@ from tests.support import core_code
 
 ROOT = Path(__file__).parents[1]
 # Lower a figure when the code allows it; none is ever raised. Which functions a step runs depends a
-# little on timing, such as how fast responses are scored: these are some 7% above the measured ones.
+# little on timing, such as how fast responses are scored: these are about 7% above the measured.
 STEP = {
     "host files": 86,
     "host functions": 595,
