@@ -147,6 +147,8 @@ class DrafterRun(StepListener):
 
     def after_rollout(self, engine: RolloutEngine, weights: Params, timings: Timings) -> None:
         """Train for `steps_after_rollout` steps, and publish weights for the next rollout."""
+        if self._config.sched.mode == "pipeline" and not self.waits_for_training:
+            return  # the workers run the next step, and publish what idle ones learn
         with timings.section("drafter"):
             if not self.trains:
                 return

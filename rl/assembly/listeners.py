@@ -20,7 +20,7 @@ class StepListener:
         return spec
 
     def after_rollout(self, engine: RolloutEngine, weights: Params, timings: Timings) -> None:
-        """Run work on the workers, which are idle and hold the rollout weights."""
+        """Run work on the workers, with these weights; they are idle, except in a pipeline."""
 
     def metrics(self, stats: EngineStats) -> dict[str, float]:
         """Return metrics of a step from the counts of its rollouts."""

@@ -143,9 +143,9 @@ class PipelineRollouts:
         while own.phases <= (self._extra or 0) and (num_groups := collected.num_to_ask(size)):
             self._submit_further(step, num_groups)
             stats = collected.add(self._collect(step, timings))
+        for listener in system.listeners:
+            listener.after_rollout(self._engine, self._policies[step].weights.whole, timings)
         if system.drafter is not None and system.drafter.waits_for_training:
-            for listener in system.listeners:
-                listener.after_rollout(self._engine, self._policies[step].weights.whole, timings)
             with timings.section("drafter"):
                 # the update, which comes next, could not wait this long
                 system.processes.barrier(f"drafter of step {step}", system.watch.heartbeat)
