@@ -24,7 +24,7 @@ from reprise.rl.assembly.system import System
 from reprise.rl.cluster.actors import Actor, ActorSettings, Handle, Starts
 from reprise.rl.cluster.join import DRAFT_MODEL, POLICY
 from reprise.rl.drafting.plans import MeasuredSeconds, Planner
-from reprise.rl.drafting.workers import DraftingActors, DraftingWorkers
+from reprise.rl.drafting.workers import DraftingActors
 from reprise.rl.engine.engine import Engine, RolloutEngine
 from reprise.rl.learner.optimizer import TrainState
 from reprise.rl.ray_workers.place import (
@@ -367,17 +367,12 @@ class RayRunBuilder(RunBuilder):
     def drafting_workers(self, engine: RolloutEngine, speculation: Speculation) -> None:
         """Return None: drafting workers are actors (`rl.assembly.drafting_run.open_actors`)."""
 
-    def compile(self, system: System, state: TrainState, drafting: DraftingWorkers | None) -> None:
-        super().compile(system, state, drafting)
+    def compile(self, system: System, state: TrainState) -> None:
+        super().compile(system, state)
         read_times(system.speculation, self.folder)  # measured by the workers
 
     def compile_rollouts(
-        self,
-        system: System,
-        weights: Params,
-        reach: Reach,
-        training: Sequence[Any],
-        drafting: DraftingWorkers | None,
+        self, system: System, weights: Params, reach: Reach, training: Sequence[Any]
     ) -> None:
         assert self.workers is not None
         limits = bounds(self.config, self.inputs, reach, system.drafter)
@@ -417,12 +412,7 @@ class FollowerBuilder(RayRunBuilder):
         return RewardPool(self.config.reward, self._specs)  # not started
 
     def compile_rollouts(
-        self,
-        system: System,
-        weights: Params,
-        reach: Reach,
-        training: Sequence[Any],
-        drafting: DraftingWorkers | None,
+        self, system: System, weights: Params, reach: Reach, training: Sequence[Any]
     ) -> None:
         on_compiled = self.on_compiled("training and rollouts")
         compile_buckets.compile_programs(system.engine.engines[0], (), on_compiled, training)

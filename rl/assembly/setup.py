@@ -117,7 +117,7 @@ def build(
         rewards = builder.rewards()
         if partition.is_central:
             processes.barrier("workers", watch.heartbeat)
-        drafting = builder.drafting_workers(engine, speculation)
+        builder.drafting = builder.drafting_workers(engine, speculation)
         evaluates_apart = config.sched.beside_training and inputs.evals.sets
         eval_engine = builder.eval_engine(engine.dtype) if evaluates_apart else None
         system = System(
@@ -134,11 +134,11 @@ def build(
             drafter=drafter,
             longer=None,
             partition=partition,
-            listeners=builder.listeners(drafter, drafting),
+            listeners=builder.listeners(drafter),
             show=show,
             watch=watch,
         )
-        longer = builder.compile(system, state, drafting)
+        longer = builder.compile(system, state)
         state = trainer.first_run(state, learner.shape, recipe=learner.recipe, base=learner.base)
         yield dataclasses.replace(system, longer=longer), state
 
@@ -170,6 +170,7 @@ class RunBuilder:
     clock: Callable[[], float]
     partition: Partition
     stack: contextlib.ExitStack
+    drafting: DraftingWorkers | None = None  # on engines of this program
 
     @property
     def deadline(self) -> Deadline:
@@ -300,17 +301,15 @@ class RunBuilder:
         )
         return self.stack.enter_context(workers)
 
-    def listeners(
-        self, drafter: AnyDrafter | None, drafting: DraftingWorkers | None
-    ) -> tuple[StepListener, ...]:
+    def listeners(self, drafter: AnyDrafter | None) -> tuple[StepListener, ...]:
         """Return the features that take part in the steps of the run."""
         found = list[StepListener]()
         if isinstance(drafter, StepListener):
             found.append(drafter)
-        if drafting is not None:
+        if self.drafting is not None:
             from reprise.rl.assembly.drafting_run import DraftingListener
 
-            found.append(DraftingListener(drafting))
+            found.append(DraftingListener(self.drafting))
         return tuple(found)
 
     # -- rewards --------------------------------------------------------------------------
@@ -339,15 +338,13 @@ class RunBuilder:
 
     # -- compilation ----------------------------------------------------------------------
 
-    def compile(
-        self, system: System, state: TrainState, drafting: DraftingWorkers | None
-    ) -> LongerBuckets | None:
+    def compile(self, system: System, state: TrainState) -> LongerBuckets | None:
         """Compile training, rollouts and evaluation; return the part deferred to the first step."""
         weights, learner = system.weights(state.params), system.learner
         training = trainer.lowered(state, learner.shape, recipe=learner.recipe, base=learner.base)
         system.rewards.wait_started()
         bounds = first_programs.rollout_reach(self.config, self.partition)
-        longer = self.compile_rollouts(system, weights, bounds, training, drafting)
+        longer = self.compile_rollouts(system, weights, bounds, training)
         self.compile_evaluation(system, state, weights)
         if system.drafter is not None:
             system.drafter.warm_up(system.engine, weights)
@@ -356,12 +353,7 @@ class RunBuilder:
         return longer
 
     def compile_rollouts(
-        self,
-        system: System,
-        weights: Params,
-        reach: Reach,
-        training: Sequence[Any],
-        drafting: DraftingWorkers | None,
+        self, system: System, weights: Params, reach: Reach, training: Sequence[Any]
     ) -> LongerBuckets | None:
         engine = system.engine
         # several processes must leave together, so none leaves during compilation
@@ -382,7 +374,7 @@ class RunBuilder:
         tables = first_programs.Kept(
             folder=self.folder,
             processes=system.processes,
-            drafting=drafting,
+            drafting=self.drafting,
             say=self.show.message,
         )
         engine.do(
