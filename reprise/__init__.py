@@ -12,29 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from reprise.rl.learner.data import Datum
-    from reprise.rl.learner.objectives import Adam, LossSettings
-    from reprise.rl.metrics.writer import read_metrics
-    from reprise.rl.python.api import Policy
-    from reprise.rl.python.generate import generate
-    from reprise.rl.records.trajectory import Request
-    from reprise.rl.settings.config import TrainConfig, load_config
-    from reprise.spec.config import SamplingConfig
+    from reprise.rl.learner.data import Datum as Datum
+    from reprise.rl.learner.objectives import Adam as Adam
+    from reprise.rl.learner.objectives import LossSettings as LossSettings
+    from reprise.rl.metrics.writer import read_metrics as read_metrics
+    from reprise.rl.python.api import Policy as Policy
+    from reprise.rl.python.generate import generate as generate
+    from reprise.rl.records.trajectory import Request as Request
+    from reprise.rl.settings.config import TrainConfig as TrainConfig
+    from reprise.rl.settings.config import load_config as load_config
+    from reprise.spec.config import SamplingConfig as SamplingConfig
 
 __version__ = "0.1.0"
 IMPORT_ROOT = str(Path(__file__).resolve().parents[1])  # on the import path of child processes
-__all__ = [
-    "Adam",
-    "Datum",
-    "LossSettings",
-    "Policy",
-    "Request",
-    "SamplingConfig",
-    "TrainConfig",
-    "generate",
-    "load_config",
-    "read_metrics",
-]
 _MODULES = {
     "Adam": "reprise.rl.learner.objectives",
     "Datum": "reprise.rl.learner.data",
@@ -47,6 +37,7 @@ _MODULES = {
     "load_config": "reprise.rl.settings.config",
     "read_metrics": "reprise.rl.metrics.writer",
 }
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:

@@ -23,6 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("models", "spec", "sched", "rl")
+OURS = tuple(f"{ROOT}/{prefix}/" for prefix in ("reprise", *PACKAGES))  # of file names
 RUN = (
     "--gin_file=configs/epochs_tiny.gin",
     "--gin.Run.steps=4",
@@ -63,6 +64,8 @@ class Profile:
         if event != "call":
             return
         code = frame.f_code
+        if not code.co_filename.startswith(OURS):
+            return
         self.calls[code] += 1
         core = sys.modules.get("jax._src.core")
         is_clean = getattr(core, "trace_state_clean", None)  # None while jax is being imported
