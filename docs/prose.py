@@ -80,6 +80,7 @@ class Found(NamedTuple):
 class Counts(NamedTuple):
     """Words and names of a source, and the ones that the lint counts."""
 
+    prose: list[Found]  # each docstring and comment
     num_words: int
     num_names: int
     phrases: list[Found]
@@ -88,13 +89,13 @@ class Counts(NamedTuple):
 
 def count(text: str, place: str) -> Counts:
     """Return the counts of a module's text."""
-    tree, num_words, phrases = ast.parse(text), 0, list[Found]()
-    for line, prose in _prose(text, tree):
-        num_words += len(prose.split())
-        phrases += [Found(f"{place}:{line}", m.group()) for m in PHRASES.finditer(prose)]
+    tree = ast.parse(text)
+    proses = [Found(f"{place}:{line}", prose) for line, prose in _prose(text, tree)]
+    phrases = [Found(at, m.group()) for at, prose in proses for m in PHRASES.finditer(prose)]
+    num_words = sum(len(prose.split()) for _, prose in proses)
     names = list(_names(tree))
     counted = [Found(f"{place}:{line}", name) for line, name in names if _parts(name) & NAMES]
-    return Counts(num_words, len(names), phrases, counted)
+    return Counts(proses, num_words, len(names), phrases, counted)
 
 
 def pages() -> Iterator[tuple[str, str]]:
@@ -170,11 +171,7 @@ def main(argv: list[str]) -> int:
     phrase_rate = 1e3 * len(phrases) / sum(part.num_words for part in parts)
     name_rate = 1e4 * len(names) / sum(part.num_names for part in parts)
     is_within = phrase_rate <= PHRASES_PER_1000 and name_rate <= NAMES_PER_10000
-    source = {
-        f"{p.relative_to(ROOT)}:{line}": " ".join(prose.split())
-        for p in paths
-        for line, prose in _prose(p.read_text("utf-8"), ast.parse(p.read_text("utf-8")))
-    }
+    source = {place: " ".join(prose.split()) for part in parts for place, prose in part.prose}
     for where, texts in {"source": source, "pages": dict(pages())}.items():
         rates, places = dialect(texts)
         is_within = is_within and not rates
