@@ -29,12 +29,13 @@ from reprise.rl.engine.stats import RoundRecord, host_seconds
 from reprise.rl.gin.loader import load
 from reprise.rl.metrics.writer import Row, read_metrics, read_samples, step_rows
 from reprise.rl.python.generate import generate
-from reprise.rl.runtime.run_files import CONFIG_FILE, METRICS_FILE
+from reprise.rl.runtime.run_files import CONFIG_FILE, METRICS_FILE, ROUNDS_FILE
 from reprise.rl.settings.config import TrainConfig
+from reprise.rl.warm_up.measured_run import read_rounds
 from reprise.spec.budget.budget import Budget, DraftDecision, Sizes
 from reprise.spec.budget.goodput import Goodput
 from reprise.spec.drafter import Acceptance, Drafts, LiveSlots
-from reprise.spec.round_times import RoundTimes
+from reprise.spec.round_times import CHUNKS, RoundTimes
 from reprise.spec.sampling import step_key
 
 PLAIN = "plain"
@@ -63,6 +64,7 @@ class Run:
     config: TrainConfig
     rows: list[Row]
     responses: dict[tuple[Any, ...], str]
+    times: RoundTimes | None = None  # of rounds, if the run measured any
 
     @property
     def is_plain(self) -> bool:
@@ -102,7 +104,8 @@ def read(folder: Path) -> Run:
     """Return the run in a folder; a result's keys have no dots, hence a variant's name has none."""
     variant = folder.name.rpartition("-")[0].replace(".", "_")
     config = load(TrainConfig, [folder / CONFIG_FILE])
-    return Run(variant, config, read_metrics(folder), responses(folder))
+    times = read_rounds(folder / ROUNDS_FILE)
+    return Run(variant, config, read_metrics(folder), responses(folder), times)
 
 
 def responses(folder: Path) -> dict[tuple[Any, ...], str]:
@@ -113,7 +116,7 @@ def responses(folder: Path) -> dict[tuple[Any, ...], str]:
 
 def compared(run: Run, base: Run) -> dict[str, Any]:
     """Return the figures of a run, and ratios to the plain run with its noise."""
-    return {
+    found = {
         "variant": run.variant,
         "seed": run.config.run.seed,
         "baseline": base.variant,
@@ -121,6 +124,29 @@ def compared(run: Run, base: Run) -> dict[str, Any]:
         **against(step_rows(run.rows), step_rows(base.rows), base.epoch_steps),
         "responses": len(base.responses),
         "responses_that_differ": sum(run.responses.get(k) != x for k, x in base.responses.items()),
+    }
+    if run.config.reuse.enabled and run.times is not None:
+        found |= reuse_limit(run.times)
+        limit = found.get("reuse_limit")
+        found["later/of_reuse_limit"] = limit and round(found["later/rollouts"] / limit, 3)
+    return found
+
+
+def reuse_limit(times: RoundTimes) -> dict[str, float]:
+    """Return how many times faster rollouts are if every token is kept, and its two prices.
+
+    (seconds of a plain round / slots) / (seconds of the largest pass / its tokens)
+    """
+    passes = [row[1:] for row in times.rows() if row[0] == CHUNKS]
+    if not passes:
+        return {}
+    slots, tokens, positions, pass_s = max(passes)
+    generated_ms = 1e3 * times(slots, slots, positions) / slots
+    verified_ms = 1e3 * pass_s / tokens
+    return {
+        "generated_token_ms": round(generated_ms, 3),
+        "verified_token_ms": round(verified_ms, 3),
+        "reuse_limit": round(generated_ms / verified_ms, 3),
     }
 
 

@@ -130,3 +130,11 @@ def test_every_variant_of_the_grid_is_compared_with_the_plain_run_that_has_its_n
     assert differ == {"lenient_e_0_5", "lenient_e_0_5_all_repeated", "pipeline"}
     assert differ == {name for name, row in rows.items() if not row["is_exact"]}
     assert all(row["responses"] == 4 and row["first/steps"] > 0 for row in rows.values())
+
+
+def test_the_limit_of_reuse_is_the_price_of_a_generated_token_over_a_verified_one():
+    plain, passes = {(4, 4, 64): 0.02, (8, 8, 64): 0.04}, {(4, 64, 64): 0.9, (8, 128, 64): 0.256}
+    times = RoundTimes(plain, chunk_seconds=passes)
+    found = {"generated_token_ms": 5.0, "verified_token_ms": 2.0, "reuse_limit": 2.5}
+    assert countdown.reuse_limit(times) == found
+    assert countdown.reuse_limit(RoundTimes(plain)) == {}
