@@ -9,22 +9,23 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import child_environment
 
 from tests.support import core_code
 
 ROOT = Path(__file__).parents[1]
-# Lower a figure when the code allows it; none is ever raised. Which functions a step runs depends a
-# little on timing, such as how fast responses are scored: these are about 7% above the measured.
+# Lower a figure when the code allows it; none is ever raised. On a busy machine a step may wait for
+# a score where it does not otherwise: these are 2% above the measured ones.
 STEP = {
-    "host files": 86,
-    "host functions": 595,
-    "host lines": 5730,
-    "device files": 34,
-    "device functions": 340,
-    "device lines": 3680,
-    "calls a round": 560,
-    "start modules": 236,
-    "start functions": 1930,
+    "host files": 78,
+    "host functions": 556,
+    "host lines": 5354,
+    "device files": 32,
+    "device functions": 284,
+    "device lines": 3143,
+    "calls a round": 518,
+    "start modules": 230,
+    "start functions": 1800,
 }
 STYLE = {
     "tuple splats": 106,
@@ -37,7 +38,8 @@ STYLE = {
 def test_the_code_of_a_step_is_within_its_budget(tmp_path):
     output = tmp_path / "core.json"
     command = [sys.executable, "-m", "tests.support.core_code", "--output", str(output)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    env = child_environment(devices=1)  # a local run, as on a user's CPU
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     figures = json.loads(output.read_text())["figures"]
     above = {name: (figures[name], most) for name, most in STEP.items() if figures[name] > most}
