@@ -14,6 +14,7 @@ read a token at a time, and the cache has another length.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,7 +59,16 @@ def forced(
     Passes read `num_nodes` given tokens at a time.
     """
     B, T = tokens_BT.shape
-    cache = kv_cache.init(config, B, T, params.final_norm_D.dtype)
+    cache = kv_cache.init(
+        config,
+        num_slots=B,
+        slot_pages=1,
+        num_pages=B,
+        page_tokens=T,
+        dtype=params.final_norm_D.dtype,
+        for_cpu=jax.default_backend() == "cpu",
+    )
+    cache = dataclasses.replace(cache, table_BN=jnp.arange(B, dtype=jnp.int32)[:, None])
     # at temperature 1, nothing cut
     one_BN = jnp.ones((B, num_nodes), jnp.float32)
     off_BN = jnp.zeros((B, num_nodes), jnp.int32)
@@ -167,7 +177,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     questions = workloads.questions(arguments.prompts)
     requests = workloads.group_requests(questions, arguments.group_size)
     slots = {"slots": len(requests), "min_slots": len(requests)}
-    config = EngineConfig(**slots, min_positions=256, max_nodes=8)
+    config = EngineConfig(**slots, max_nodes=8)
     sizes = arguments.seeds, arguments.new_tokens, tuple(arguments.draws)
     return of_policy(model, master, requests, config, *sizes)
 

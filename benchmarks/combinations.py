@@ -39,18 +39,16 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "sources": (*SOURCES, *("+".join(pair) for pair in itertools.combinations(SOURCES, 2))),
     "budget": ("goodput", "fixed:2", "aimd", "bandit", "off"),
     "reuse": ("off", "lenient:e^0.5", "coupled", "delayed:1.0", "random", "full"),
-    "cache": ("rows", "pages"),
     "workers": ("one", "two", "helpers", "drafting"),
     "devices": ("1", "4"),
     "mode": ("sync", "ahead", "pipeline", "histopipe"),
     "weights": ("all", "adapters"),
     "passes": ("one", "several"),
 }
-# The engine's defaults over eight, with two buckets of slots and of positions each.
+# The engine's defaults over eight, with two buckets of slots.
 SIZES = (
     "Engine.slots=8",
     "Engine.min_slots=4",
-    "Engine.min_positions=16",
     "Engine.rounds_per_fetch=2",
     "Engine.max_nodes=4",
     "Engine.max_round_nodes=16",  # half of what all trees could have, as by default
@@ -176,7 +174,6 @@ def overrides(row: Row, policy: Path) -> list[str]:
         f"Speculation.sources={sources!r}",
         f"Speculation.budget={row['budget']!r}",
         f"Reuse.mode={row['reuse']!r}",
-        f"Engine.cache={row['cache']!r}",
         f"Sched.mode={('pipeline' if _overlaps(row) else row['mode'])!r}",
         f"Sampling.draw={_draw(row)!r}",
         f"DraftModel.directory={str(policy)!r}",
@@ -209,7 +206,7 @@ def overrides(row: Row, policy: Path) -> list[str]:
 
 def reference(row: Row) -> dict[str, str]:
     """Return the row of plain decoding whose responses these have to be."""
-    plain = {"sources": "own", "budget": "off", "cache": "rows", "workers": "one", "devices": "1"}
+    plain = {"sources": "own", "budget": "off", "workers": "one", "devices": "1"}
     kept = {name: row[name] for name in ("reuse", "weights", "passes")}
     learns = "no" if row["mode"] == "histopipe" else "yes"
     mode = "pipeline" if _overlaps(row) else "sync"

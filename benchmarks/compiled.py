@@ -44,7 +44,7 @@ QWEN2 = ModelConfig(
     *("qwen2", 152064, 3584, 28, 28, 4, 128, 18944), qkv_bias=True, max_positions=32768
 )
 MODELS = {"qwen3_8b": QWEN3, "qwen2_5_7b": QWEN2}
-CONFIG = EngineConfig(slots=SLOTS, min_slots=SLOTS, cache="pages")
+CONFIG = EngineConfig(slots=SLOTS, min_slots=SLOTS)
 CASES = (
     *(("qwen3_8b", "h100:1x1x8"), ("qwen2_5_7b", "h100:1x1x8")),
     *(("qwen3_8b", "v5p:2x2x1"), ("qwen3_8b", "v6e:2x2"), ("qwen3_8b", "cpu:8")),

@@ -63,7 +63,7 @@ SETTINGS = (
     "Checkpoint.every_steps=0",
 )
 TREE = TreeConfig(max_depth=8, top_k=6)
-ROUNDS = EngineConfig(slots=32, min_slots=32, min_positions=384, max_nodes=64, max_round_nodes=2048)
+ROUNDS = EngineConfig(slots=32, min_slots=32, max_nodes=64, max_round_nodes=2048)
 NUM_PROMPTS, GROUP = 8, 8
 
 
@@ -163,7 +163,7 @@ class SpotTeam:
     def __init__(
         self, inputs: Inputs, params: Params, config: TrainConfig, *, workers: int = 4
     ) -> None:
-        engine = EngineConfig(slots=8, min_slots=8, min_positions=384, rounds_per_fetch=4)
+        engine = EngineConfig(slots=8, min_slots=8, rounds_per_fetch=4)
         self.engines = [Engine(inputs.model, engine, feature_layers=()) for _ in range(workers)]
         shape = eagle.config_for(inputs.model)
         start = EagleWeights(shape, eagle.init(shape, jax.random.key(0)))

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reprise.models import kv_cache, paged_cache, transformer
+from reprise.models import kv_cache, transformer
 from reprise.models.attention import Chunks
 from reprise.models.config import ModelConfig
 from reprise.models.kv_cache import Pending
@@ -295,7 +295,7 @@ class Passes:
         num = -(-size // self.page_tokens)
         sizes = num_slots, num, num_slots * num + 3, self.page_tokens, dtype, None
         table = self.rng.permutation(num_slots * num + 3)[: num_slots * num].astype(np.int32)
-        cache = paged_cache.init(self.config, *sizes, nan)
+        cache = kv_cache.init(self.config, *sizes, nan)
         return dataclasses.replace(cache, table_BN=jnp.asarray(table.reshape(num_slots, num)))
 
 

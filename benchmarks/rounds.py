@@ -83,9 +83,8 @@ class Rounds:
         self.engine, self.params, self.live = engine, params, live
         self.num_slots = engine.config.slots
         engine.expect(self.num_slots, live + engine.config.max_nodes + 1)
-        positions = engine.round_positions(self.num_slots)[-1]
-        cache, pending = engine.full_cache(self.num_slots, positions), engine.empty_pending
-        self.state: list[Any] = [cache, pending(self.num_slots)]
+        cache = engine.full_cache(self.num_slots)
+        self.state: list[Any] = [cache, engine.empty_pending(self.num_slots)]
 
     def seconds(self, run: Callable[[Slots], Any]) -> float:
         slots = busy(self.num_slots, self.live)  # not part of a round's seconds
@@ -123,7 +122,7 @@ def measure_slots(
 ) -> list[dict[str, Any]]:
     """Return a row for each number of nodes and way to spread them, plain rounds first."""
     counts = {"slots": slots, "min_slots": slots, "rounds_per_fetch": ROUNDS}
-    config = EngineConfig(**counts, min_positions=positions, max_nodes=MAX_NODES)
+    config = EngineConfig(**counts, max_nodes=MAX_NODES)
     params = transformer.init(model, jax.random.key(0))
     rounds = Rounds(Engine(model, config, dtype=jnp.float32), params, positions // 2)
     rows: dict[str, dict[str, Any]] = {"plain": {"slots": slots, "nodes": slots}}

@@ -54,7 +54,7 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {  # of a base
     "ahead": ("gumbel_blocks", (*LEARNED, "Sched.mode='ahead'")),
     "ahead, two workers, pages": (
         "gumbel_blocks",
-        (*LEARNED, "Sched.mode='ahead'", "Sched.workers=2", "Engine.cache='pages'"),
+        (*LEARNED, "Sched.mode='ahead'", "Sched.workers=2"),
     ),
     "coupled": ("repeated", (*LEARNED, "Reuse.mode='coupled'")),
 }

@@ -198,7 +198,7 @@ def worst_batch(batches: Sequence[int], repeats: int) -> list[dict[str, Any]]:
         hopeful = {"replay": lambda known: workloads.replaying(known, 0.02, 512, promised=0.6)}
         all_long = tuple(dataclasses.replace(r, max_new_tokens=256) for r in w.requests)
         w = dataclasses.replace(w, requests=all_long, drafters=hopeful)
-        config = EngineConfig(slots=batch, min_slots=batch, min_positions=96, max_nodes=8)
+        config = EngineConfig(slots=batch, min_slots=batch, max_nodes=8)
         # short phases need more turns: the least of noisy medians would say too little
         row = compare(open_bench(w, config), "replay", repeats * max(1, 32 // batch))
         kept = ("ratio", "ratio_quartiles", "ratios", "tokens_compared", "differing_tokens")
@@ -220,7 +220,7 @@ def late_policies(steps: int, folder: Path) -> tuple[Path, Path]:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return all rows, and the named figures."""
     prefill = {"prefill_rows": 8, "prefill_chunk_tokens": 32}
-    sizes = {"slots": arguments.slots, "min_slots": 2, "min_positions": 192}
+    sizes = {"slots": arguments.slots, "min_slots": 2}
     config = EngineConfig(**sizes, **prefill, max_nodes=16)
     base = workloads.BASE_POLICY
     size = (arguments.prompts, arguments.group_size)
@@ -248,7 +248,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         add("late_first_epoch", bench, "first_epoch")
         add("late_history", bench, "all")
     model, params = workloads.random_policy(4096, 4, 256, 704, 1024)
-    replay = dataclasses.replace(config, slots=32, min_slots=1, min_positions=256)
+    replay = dataclasses.replace(config, slots=32, min_slots=1)
     w = workloads.replay("replay75", model, params, 32, 400, 0.75)
     add("replay75", open_bench(w, replay), "replay")
     model, params = workloads.random_policy(16384, 12, 512, 1536, 512)

@@ -227,7 +227,7 @@ def work_of(policy: str, prompts: int, group_size: int, slots: int) -> tuple[Any
 
     if policy == TINY:
         prefill = {"prefill_rows": 8, "prefill_chunk_tokens": 32}
-        sizes = {"slots": slots, "min_slots": max(1, slots // 8), "min_positions": 384}
+        sizes = {"slots": slots, "min_slots": max(1, slots // 8)}
         base = workloads.BASE_POLICY
         work = workloads.tiny("base", base, base, prompts or 16, group_size or 8)
         return work, EngineConfig(**sizes, **prefill, max_nodes=16)

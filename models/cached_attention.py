@@ -1,7 +1,7 @@
 """Attention to a cache in one order, by the kernels of CPUs, TPUs and Hopper GPUs, on any mesh.
 
-Each part of the batch axes of a mesh holds some of the rows, or pages, and attends for their
-tokens; other tokens get zeros there, so that a sum over the parts is exact.
+Each part of the batch axes of a mesh holds some of the pages, and attends for the tokens of their
+slots; other tokens get zeros there, so that a sum over the parts is exact.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from reprise.models.sharding import fitting_spec, platform_in_use
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The axes of the mesh in use that split rows or pages, and their heads."""
+    """The axes of the mesh in use that split pages, and their heads."""
 
     batch: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
@@ -63,23 +63,23 @@ class Split:
         return jnp.where((own >= 0) & (own < num_here), own, -1)
 
 
-def is_in_order(dtype: Any, values: jax.Array, is_paged: bool) -> str | None:
+def is_in_order(dtype: Any, values_PKTh: jax.Array) -> str | None:
     """Return the platform if its kernel attends in one order, by position, else None.
 
-    `values` are the values of a layer, in rows or pages; `dtype` is the dtype of the queries.
+    `dtype` is the dtype of the queries.
     """
-    (*_, num_positions, head_dim), dtypes = values.shape, (dtype, values.dtype)
+    (*_, page_tokens, head_dim), dtypes = values_PKTh.shape, (dtype, values_PKTh.dtype)
     if (platform := platform_in_use()) == "cpu":
-        from reprise.models.kernels import cached_rows_cpu  # numba: half a second to import
+        from reprise.models.kernels import page_attention_cpu  # numba: half a second to import
 
-        return platform if cached_rows_cpu.takes(head_dim, *dtypes) else None
-    if not is_paged or platform not in ("cuda", "tpu"):
+        return platform if page_attention_cpu.takes(head_dim, *dtypes) else None
+    if platform not in ("cuda", "tpu"):
         return None
     from reprise.models.kernels import page_attention_gpu, page_attention_tpu
     from reprise.models.kernels.hopper import is_hopper
 
     kernel = page_attention_tpu if platform == "tpu" else page_attention_gpu
-    if any(kernel.takes(head_dim, num_positions, dtype) for dtype in dtypes):
+    if any(kernel.takes(head_dim, page_tokens, dtype) for dtype in dtypes):
         return None
     return platform if platform == "tpu" or is_hopper() else None
 
@@ -89,22 +89,22 @@ def attend_in_order(
     held: tuple[jax.Array, jax.Array],
     after: After,
     portable: Portable,
-    *table_BN: jax.Array,
+    table_BN: jax.Array,
     has_own_slots: bool = False,
 ) -> jax.Array:
-    """Compute `CachedLayer.of_new` by a kernel, for pages with a table, else by `portable`.
+    """Compute `Pages.of_new` by a kernel, else by `portable`.
 
     With `has_own_slots`, each part of a mesh has the same number of slots, in order, and their
     pages.
     """
-    platform = is_in_order(new[0].dtype, held[1], bool(table_BN))
+    platform = is_in_order(new[0].dtype, held[1])
     if not platform:
         return portable()
     split = Split.of_cache(held[1])
-    if platform == "tpu" and _is_too_large(split, new[1], after, table_BN[0], has_own_slots):
+    if platform == "tpu" and _is_too_large(split, new[1], after, table_BN, has_own_slots):
         return portable()
     of_parts = _of_own_slots if has_own_slots and split.batch else _of_any_slots
-    kernel = partial(of_parts, partial(_by_kernel, platform), split, new, held, after, *table_BN)
+    kernel = partial(of_parts, partial(_by_kernel, platform), split, new, held, after, table_BN)
     return jax.lax.platform_dependent(**{platform: kernel}, default=portable)
 
 
@@ -121,14 +121,24 @@ def _is_too_large(
 
 
 def _by_kernel(platform: str, *given: jax.Array, after: After) -> jax.Array:
-    """Compute one part of a mesh from its rows or pages, `after`, and its table."""
+    """Compute one part of a mesh from its pages, `after`, and its table."""
+    q_XHh, k_XKh, v_XKh, keys, values, table_BN = given
     if platform == "cpu":
-        from reprise.models.kernels import cached_rows_cpu
+        from reprise.models.kernels import page_attention_cpu
 
-        return cached_rows_cpu.attend(*given[:5], *after.arrays, *given[5:])
+        return page_attention_cpu.attend(
+            q_XHh,
+            k_XKh,
+            v_XKh,
+            keys,
+            values,
+            table_BN,
+            after.row_X,
+            after.length_X,
+            after.parent_X,
+        )
     from reprise.models import page_tiles  # Pallas: a second to import
 
-    q_XHh, k_XKh, v_XKh, keys, values, table_BN = given
     return page_tiles.attend(platform, q_XHh, k_XKh, v_XKh, keys, values, after, table_BN)
 
 
@@ -166,24 +176,20 @@ def _of_any_slots(
     new: tuple[jax.Array, ...],
     held: tuple[jax.Array, jax.Array],
     after: After,
-    *table_BN: jax.Array,
+    table_BN: jax.Array,
 ) -> jax.Array:
     heads, whole = split.spec(heads=1), PartitionSpec()
     rows = split.spec(batch=0, heads=1)
 
     def local(*given: jax.Array) -> jax.Array:
-        *arrays, row_X, length_X, parent_X = given[:8]
-        tables, num_here = given[8:], len(arrays[3])
-        if tables:
-            first_B = jnp.maximum(tables[0][:, 0], 0)  # slots without pages belong to part 0
-            is_here_B = split.own(first_B, num_here) >= 0
-            row_X = jnp.where(jnp.take(is_here_B, row_X, mode="clip"), row_X, -1)
-            tables = (split.own(tables[0], num_here),)
-        else:
-            row_X = split.own(row_X, num_here)
+        *arrays, row_X, length_X, parent_X, table_BN = given
+        num_here = len(arrays[3])
+        first_B = jnp.maximum(table_BN[:, 0], 0)  # slots without pages belong to part 0
+        is_here_B = split.own(first_B, num_here) >= 0
+        row_X = jnp.where(jnp.take(is_here_B, row_X, mode="clip"), row_X, -1)
         own = after._replace(row_X=row_X, length_X=length_X, parent_X=parent_X)
-        out_XHh = kernel(*arrays, *tables, after=own)
+        out_XHh = kernel(*arrays, split.own(table_BN, num_here), after=own)
         return jax.lax.psum(out_XHh, split.batch) if split.batch else out_XHh
 
-    inputs = heads, heads, heads, rows, rows, *[whole] * (3 + len(table_BN))
-    return split.mapped(local, inputs, heads)(*new, *held, *after.arrays, *table_BN)
+    inputs = heads, heads, heads, rows, rows, whole, whole, whole, whole
+    return split.mapped(local, inputs, heads)(*new, *held, *after.arrays, table_BN)

@@ -1,153 +1,300 @@
-"""The key/value cache, with one buffer per layer; values are `[slot, kv_head, position, head_dim]`.
+"""The key/value cache, in pages: memory follows the live positions, not the longest request.
 
-Keys are transposed, `[slot, kv_head, head_dim, position]`, so that both products of attention read
-the cache along its rows. For a drafter, `features` keeps the hidden states of the policy in one
-array `[slot, 1, position, width]`. `length_B` (kept by the engine) is the number of live positions
-of a row; later positions are masked. Writes are in place if the buffers are donated.
+A page holds T positions. `table_BN` has the page of positions n·T … n·T + T − 1 of a slot, or −1.
+The host sets the table (spec.page_table); slots may share pages that are no longer written. There
+is one array per layer. Values are `[page, kv_head, position, head_dim]`; keys are the same on
+accelerators, and transposed on CPUs (`for_cpu`), `[page, kv_head, head_dim, position]`, where both
+products of attention then read along rows. For a drafter, `features` keeps the hidden states of the
+policy. `length_B` (kept by the engine) is the number of live positions of a slot; later positions
+are masked. Writes are in place if the buffers are donated.
 
-Shape suffixes: B slots, S positions, N tree nodes, L layers, D model width, K key/value heads,
-h head size, W feature width.
+Each part of the batch axes of a mesh has a part of the slots and their pages, so that reads and
+writes need no collective.
+
+Shape suffixes: B slots, N pages of a slot, P pages in all, T positions of a page, W nodes of a
+slot, X entries, L layers, K key/value heads, H query heads, h head size, F feature width. Suffixes
+of keys are in the order of accelerators.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from reprise.models.attention import After, PartialSoftmax, Portable, attend, partial_attention
-from reprise.models.cached_attention import attend_in_order
+from reprise.models.attention import (
+    After,
+    PartialSoftmax,
+    Portable,
+    causal_mask,
+    joined,
+    partial_attention,
+)
+from reprise.models.cached_attention import Split, attend_in_order, is_in_order
 from reprise.models.config import ModelConfig
-from reprise.models.layout import CACHE_AXES, ENTRY_AXES, FEATURE_AXES
-from reprise.models.sharding import constrain
+from reprise.models.entries import FEATURES, KEYS, VALUES, Entries, Kind, Pending, pin
+from reprise.models.layout import CACHE_AXES, FEATURE_AXES
+from reprise.models.page_attention import append_and_attend, attend_pages, place_of, write_entries
 
-KEY_AXIS, VALUE_AXIS = 3, 2  # axis of positions in keys, and in values and features
 CPU_WRITES = 16  # entries per write on a CPU
-
-
-class Kind(NamedTuple):
-    """The position axis of a cache array, and its logical axes (models.layout)."""
-
-    axis: int
-    axes: tuple[str | None, ...]
-
-
-KEYS, VALUES = Kind(KEY_AXIS, CACHE_AXES), Kind(VALUE_AXIS, CACHE_AXES)
-FEATURES = Kind(VALUE_AXIS, FEATURE_AXES)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Rows:
-    """One layer of a `KVCache` (a `models.attention.CachedLayer`)."""
+class Pages:
+    """A layer of a `KVCache`; with `anywhere`, table rows are slots of any part of a mesh."""
 
-    keys_BKhS: jax.Array
-    values_BKSh: jax.Array
+    keys_PKTh: jax.Array
+    values_PKTh: jax.Array
+    table_BN: jax.Array
+    for_cpu: bool = dataclasses.field(default=False, metadata={"static": True})
+    anywhere: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def of_prefix(self, q_BWHh: jax.Array, length_B: jax.Array) -> PartialSoftmax:
-        """Attend from W nodes of each row to the first `length` positions of the row."""
-        committed_BS = jnp.arange(self.keys_BKhS.shape[-1]) < length_B[:, None]
-        size = *q_BWHh.shape[:2], committed_BS.shape[1]
-        mask_BWS = jnp.broadcast_to(committed_BS[:, None], size)
-        return partial_attention(q_BWHh, self.keys_BKhS, self.values_BKSh, mask_BWS)
+        """Attend from W nodes of each slot to the first `length` positions of the slot."""
+        split = Split.of_cache(self.values_PKTh)
+        row = None if self.anywhere else 0
+        assert self.anywhere or len(q_BWHh) % split.ways == 0, (
+            "the parts of a mesh have equal slots"
+        )
+        queries, pages = split.spec(batch=row, heads=2), split.spec(batch=0, heads=1)
+        inputs = queries, pages, pages, split.spec(batch=row), split.spec(batch=row)
+
+        def local(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array, length: jax.Array):  # type: ignore[no-untyped-def]
+            table = split.own(table, len(k))
+            if not self.anywhere or not split.batch:
+                result = attend_pages(q, k, v, table, length, for_cpu=self.for_cpu)
+                return result.out, result.top, result.total
+            own_length = jnp.where(table[:, 0] < 0, 0, length)
+            result = attend_pages(q, k, v, table, own_length, for_cpu=self.for_cpu)
+            top = jax.lax.pmax(result.top, split.batch)  # only one part has the pages of a slot
+            return (
+                jax.lax.psum(result.out, split.batch),
+                top,
+                jax.lax.psum(result.total, split.batch),
+            )
+
+        attend = split.mapped(local, inputs, (queries,) * 3)
+        result = attend(q_BWHh, self.keys_PKTh, self.values_PKTh, self.table_BN, length_B)
+        return PartialSoftmax(*result)
 
     def of_chunks(
         self, q_TCHh: jax.Array, slot_T: jax.Array, length_T: jax.Array
     ) -> PartialSoftmax:
-        """Attend from each of T chunks of C tokens to the first `length` positions of its slot.
-
-        Reads copies of these rows, cut to the fewest eighths of all positions that suffice.
-        """
-        num_positions = self.keys_BKhS.shape[-1]
-        sizes = sorted({-(-num_positions * eighths // 8) for eighths in (2, 3, 4, 5, 6, 8)})
-
-        def of_first(size: int) -> PartialSoftmax:
-            keys, values = self.keys_BKhS[..., :size], self.values_BKSh[:, :, :size]
-            rows = Rows(*(jnp.take(x, slot_T, axis=0) for x in (keys, values)))
-            return rows.of_prefix(q_TCHh, length_T)
-
-        which = jnp.sum(jnp.max(length_T) > jnp.array(sizes[:-1]))
-        return jax.lax.switch(which, [partial(of_first, size) for size in sizes])
+        """Attend from each of T chunks of C tokens to the first `length` positions of its slot."""
+        table_TN = jnp.take(self.table_BN, slot_T, axis=0)
+        of_slots = dataclasses.replace(self, table_BN=table_TN, anywhere=True)
+        return of_slots.of_prefix(q_TCHh, length_T)
 
     def of_new(
         self, q_XHh: jax.Array, k_XKh: jax.Array, v_XKh: jax.Array, after: After, portable: Portable
     ) -> jax.Array:
         """Attend from X tokens to all positions up to themselves; `portable` if no kernel does."""
         return attend_in_order(
-            (q_XHh, k_XKh, v_XKh), (self.keys_BKhS, self.values_BKSh), after, portable
+            (q_XHh, k_XKh, v_XKh),
+            (self.keys_PKTh, self.values_PKTh),
+            after,
+            portable,
+            self.table_BN,
+            has_own_slots=not self.anywhere,
         )
 
+    def whole_slots(self) -> tuple[jax.Array, jax.Array]:
+        """Return copies of the keys, [B, K, h, S], and values, [B, K, S, h], of all slots."""
+        page_BN = jnp.maximum(self.table_BN, 0)
+        keys, values = self.keys_PKTh[page_BN], self.values_PKTh[page_BN]
+        B, N, K, T, h = values.shape
+        keys_BKhNT = keys.transpose((0, 2, 3, 1, 4) if self.for_cpu else (0, 2, 4, 1, 3))
+        values_BKNTh = values.transpose(0, 2, 1, 3, 4)
+        return keys_BKhNT.reshape(B, K, h, N * T), values_BKNTh.reshape(B, K, N * T, h)
+
     def append_and_attend(
+        self,
+        q_BNHh: jax.Array,
+        k_BNKh: jax.Array,
+        v_BNKh: jax.Array,
+        start_B: jax.Array,
+    ) -> tuple[Pages, jax.Array]:
+        """Write N entries of each slot from `start` on; attend from each node up to itself.
+
+        Slots without a page at `start` write nothing, and get 0 if N is 1.
+        """
+        platform = is_in_order(q_BNHh.dtype, self.values_PKTh)
+        is_one_kernel = platform in (None, "tpu")  # TPUs have one kernel for both
+        if self.for_cpu or q_BNHh.shape[1] > 1 or not is_one_kernel:
+            return self._append_window(q_BNHh, k_BNKh, v_BNKh, start_B)
+        assert not self.anywhere, "slots are written on their own part of a mesh"
+        split = Split.of_cache(self.values_PKTh)
+        pages, queries = split.spec(batch=0, heads=1), split.spec(batch=0, heads=2)
+        of_slot = split.spec(batch=0)
+
+        def local(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            q, k, v, keys, values, table_BN, start_B = inputs
+            own_BN = split.own(table_BN, len(keys))
+            return append_and_attend(q, k, v, keys, values, own_BN, start_B)
+
+        inputs = queries, pages, pages, pages, pages, of_slot, of_slot
+        out, keys, values = split.mapped(local, inputs, (queries, pages, pages))(
+            q_BNHh,
+            k_BNKh[:, 0],
+            v_BNKh[:, 0],
+            self.keys_PKTh,
+            self.values_PKTh,
+            self.table_BN,
+            start_B,
+        )
+        return dataclasses.replace(self, keys_PKTh=pin(keys), values_PKTh=pin(values)), out
+
+    def _append_window(
         self, q_BNHh: jax.Array, k_BNKh: jax.Array, v_BNKh: jax.Array, start_B: jax.Array
-    ) -> tuple[Rows, jax.Array]:
-        """Write N entries of each row from `start` on; attend from each node up to itself."""
-        (B, N), S = q_BNHh.shape[:2], self.keys_BKhS.shape[-1]
-        keys = pin(write_keys(self.keys_BKhS, k_BNKh, start_B))
-        values = pin(write_values(self.values_BKSh, v_BNKh, start_B))
-        x_X = jnp.arange(B * N, dtype=jnp.int32)
-        row_X = jnp.where((start_B + N <= S)[x_X // N], x_X // N, -1)
-        parent_X = jnp.where(x_X % N == 0, -1, x_X - 1)
-        after = After(row_X, start_B[x_X // N], parent_X)
+    ) -> tuple[Pages, jax.Array]:
+        (B, N), dtype = q_BNHh.shape[:2], self.values_PKTh.dtype
+        row_X, position_X = places_of_windows(start_B, N)
+        page_X, offset_X = place_of(self.table_BN, row_X, position_X, self.values_PKTh)
+        q_XHh, k_XKh, v_XKh = (x.reshape(B * N, *x.shape[2:]) for x in (q_BNHh, k_BNKh, v_BNKh))
+        keys = put_entries(self.keys_PKTh, k_XKh, page_X, offset_X, key_kind(self.for_cpu))
+        values = put_entries(self.values_PKTh, v_XKh, page_X, offset_X, VALUES)
+        layer = dataclasses.replace(self, keys_PKTh=keys, values_PKTh=values)
+        is_there_B = page_X.reshape(B, N)[:, 0] < len(keys)
 
         def portable() -> jax.Array:
-            mask_BNS = jnp.arange(S) <= (start_B[:, None] + jnp.arange(N))[..., None]
-            return attend(q_BNHh, keys, values, mask_BNS).reshape(B * N, *q_BNHh.shape[2:])
+            of_prefix = layer.of_prefix(q_BNHh, jnp.where(is_there_B, start_B, 0))
+            k_BKhN, v_BKNh = k_BNKh.transpose(0, 2, 3, 1), v_BNKh.transpose(0, 2, 1, 3)
+            causal_BNN = jnp.broadcast_to(causal_mask(N), (B, N, N))
+            own = partial_attention(q_BNHh, k_BKhN.astype(dtype), v_BKNh.astype(dtype), causal_BNN)
+            return joined(of_prefix, own).astype(dtype).reshape(q_XHh.shape)
 
-        written = Rows(keys, values)
-        new = q_BNHh, k_BNKh, v_BNKh
-        q_XHh, k_XKh, v_XKh = (x.reshape(B * N, *x.shape[2:]) for x in new)
-        out_XHh = written.of_new(q_XHh, k_XKh, v_XKh, after, portable)
-        return written, out_XHh.reshape(q_BNHh.shape)
+        x_X = jnp.arange(B * N, dtype=jnp.int32)
+        parent_X = jnp.where(x_X % N == 0, -1, x_X - 1)
+        own_X = jnp.where(is_there_B[row_X], row_X, -1)
+        after = After(own_X, start_B[row_X], parent_X, width=N)
+        out_XHh = layer.of_new(q_XHh, k_XKh, v_XKh, after, portable)
+        return layer, out_XHh.reshape(q_BNHh.shape)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedStates:
+    """The features of all slots; `shape` is [B, 1, S, F], as if each slot had one array."""
+
+    pages_P1TF: jax.Array
+    table_BN: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        (B, N), (_, _, T, F) = self.table_BN.shape, self.pages_P1TF.shape
+        return B, 1, N * T, F
+
+    def windows(self, slot_X: jax.Array, start_X: jax.Array, num_tokens: int) -> jax.Array:
+        """Return the features of C positions of slots; arbitrary values without a page."""
+        (B, _, S, _), T = self.shape, self.pages_P1TF.shape[2]
+        at_XC = jnp.clip(start_X[:, None] + jnp.arange(num_tokens), 0, S - 1)
+        page_XC = self.table_BN[jnp.clip(slot_X, 0, B - 1)[:, None], at_XC // T]
+        return self.pages_P1TF[jnp.maximum(page_XC, 0), 0, at_XC % T]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys `[B, K, h, S]`, values `[B, K, S, h]` of every layer; features `[B, 1, S, W]` or none.
+    """Keys and values `[P, K, T, h]` of every layer, features `[P, 1, T, F]` or none, the table.
 
-    Features are the outputs of `feature_layers`, then the hidden states after the final norm.
+    Features are the outputs of `feature_layers`, then the hidden states after the final norm. On
+    CPUs (`for_cpu`) keys are `[P, K, h, T]`. With `anywhere`, rows of the table belong to slots of
+    any part of a mesh.
     """
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
-    features: tuple[jax.Array, ...] = ()
+    features: tuple[jax.Array, ...]
+    table_BN: Any
     feature_layers: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+    for_cpu: bool = dataclasses.field(default=False, metadata={"static": True})
+    anywhere: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def num_slots(self) -> int:
-        return self.keys[0].shape[0]
+        return self.table_BN.shape[0]
 
     @property
-    def num_positions(self) -> int:
+    def page_tokens(self) -> int:
         return self.values[0].shape[2]
 
     @property
-    def states(self) -> Any:
-        """The features of all rows, for `state_windows`; the cache must have features."""
-        [features_B1SW] = self.features
-        return features_B1SW
+    def num_positions(self) -> int:
+        """The maximum number of positions of a slot."""
+        return self.table_BN.shape[1] * self.page_tokens
 
-    def layer(self, i: int) -> Rows:
-        return Rows(self.keys[i], self.values[i])
+    @property
+    def states(self) -> PagedStates:
+        """The features of all slots; the cache must have features."""
+        [pages_P1TF] = self.features
+        return PagedStates(pages_P1TF, self.table_BN)
 
-    def with_layers(self, layers: Sequence[Rows], features: tuple[jax.Array, ...]) -> Self:
-        keys = tuple(layer.keys_BKhS for layer in layers)
-        values = tuple(layer.values_BKSh for layer in layers)
+    def layer(self, i: int) -> Pages:
+        return Pages(self.keys[i], self.values[i], self.table_BN, self.for_cpu, self.anywhere)
+
+    def with_layers(self, layers: Sequence[Pages], features: tuple[jax.Array, ...]) -> Self:
+        keys = tuple(layer.keys_PKTh for layer in layers)
+        values = tuple(layer.values_PKTh for layer in layers)
         return dataclasses.replace(self, keys=keys, values=values, features=features)
 
-    def with_features(self, features_BNW: jax.Array, start_B: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the features with N new nodes written to each row from `start` on."""
-        new = features_BNW[:, :, None]
-        return tuple(pin(write_values(rows, new, start_B), FEATURES) for rows in self.features)
+    def with_features(self, features_BNF: jax.Array, start_B: jax.Array) -> tuple[jax.Array, ...]:
+        """Return the features with N new nodes written to each slot from `start` on."""
+        B, N, F = features_BNF.shape
+        row_X, position_X = places_of_windows(start_B, N)
 
-    def written(self, pending: Pending) -> Self:
-        """Write the accepted entries to their rows and positions."""
-        few = partial(_write_entries, num_at_once=CPU_WRITES)
-        return jax.lax.platform_dependent(self, pending, cpu=few, default=_write_entries)
+        def one(pages_P1TF: jax.Array) -> jax.Array:
+            page_X, offset_X = place_of(self.table_BN, row_X, position_X, pages_P1TF)
+            new_X1F = features_BNF.reshape(B * N, 1, F)
+            return put_entries(pages_P1TF, new_X1F, page_X, offset_X, FEATURES)
+
+        return tuple(one(pages_P1TF) for pages_P1TF in self.features)
+
+    def written(self, pending: Pending) -> KVCache:
+        """Write the accepted entries to their slots and positions."""
+        P = len(pending.order_P)
+        if self.for_cpu and P > CPU_WRITES:
+            return self._written_in_turn(pending)
+        # after the accepted entries, `order_P` has leftovers of earlier rounds
+        accepted_P = jnp.where(jnp.arange(P) < pending.count, pending.order_P, P)
+        is_accepted_P = jnp.zeros(P, bool).at[accepted_P].set(True, mode="drop")
+        row_P = jnp.where(is_accepted_P, pending.row_P, self.num_slots)
+        entries = Entries(pending.keys, pending.values, pending.features)
+        return self.put(entries, row_P, pending.position_P)
+
+    def _written_in_turn(self, pending: Pending) -> KVCache:
+        """Write `CPU_WRITES` accepted entries at a time: a CPU scatter visits dropped entries."""
+        N = CPU_WRITES
+        last = len(pending.order_P) - 1
+
+        def some(i: jax.Array, cache: KVCache) -> KVCache:
+            place_N = i * N + jnp.arange(N)
+            entry_N = pending.order_P[jnp.minimum(place_N, last)]
+            row_N = jnp.where(place_N < pending.count, pending.row_P[entry_N], cache.num_slots)
+            entries = Entries(pending.keys, pending.values, pending.features)
+            some_entries = jax.tree.map(lambda x: x[entry_N], entries)
+            return cache.put(some_entries, row_N, pending.position_P[entry_N])
+
+        return jax.lax.fori_loop(0, (pending.count + N - 1) // N, some, self)
+
+    def put(self, entries: Entries, row_X: jax.Array, position_X: jax.Array) -> KVCache:
+        """Write X entries, `[X, K, h]` and `[X, F]`; drop entries without a page."""
+        page_X, offset_X = place_of(self.table_BN, row_X, position_X, self.values[0])
+
+        def write(pages: jax.Array, new: jax.Array, kind: Kind) -> jax.Array:
+            new_XKh = new.reshape(len(new), *[pages.shape[d] for d in (1, 5 - kind.axis)])
+            return put_entries(pages, new_XKh, page_X, offset_X, kind)
+
+        return map_arrays(write, self, entries)
+
+
+def key_kind(for_cpu: bool) -> Kind:
+    """Return the kind of the keys of a cache."""
+    return KEYS if for_cpu else VALUES
 
 
 def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, axes: Any = CACHE_AXES) -> jax.Array:
@@ -157,8 +304,12 @@ def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, axes: Any = CACHE_AXES) -> 
 def init(
     config: ModelConfig,
     num_slots: int,
-    num_positions: int,
-    dtype: jnp.dtype,
+    slot_pages: int,
+    num_pages: int,
+    page_tokens: int,
+    dtype: Any,
+    *,
+    for_cpu: bool,
     feature_layers: tuple[int, ...] | None = None,
     zeros: Callable[..., Any] = _zeros,
 ) -> KVCache:
@@ -166,202 +317,57 @@ def init(
 
     `zeros(shape, dtype, axes)` makes each array on its devices; `axes` default to `CACHE_AXES`.
     """
-    B, K, S, h = num_slots, config.num_kv_heads, num_positions, config.head_dim
+    P, K, T, h = num_pages, config.num_kv_heads, page_tokens, config.head_dim
+    key_shape = (P, K, h, T) if for_cpu else (P, K, T, h)
     features: tuple[jax.Array, ...] = ()
     if feature_layers is not None:
         width = config.d_model * (len(feature_layers) + 1)
-        features = (zeros((B, 1, S, width), dtype, FEATURE_AXES),)
+        features = (zeros((P, 1, T, width), dtype, FEATURE_AXES),)
     return KVCache(
-        keys=tuple(zeros((B, K, h, S), dtype) for _ in range(config.num_layers)),
-        values=tuple(zeros((B, K, S, h), dtype) for _ in range(config.num_layers)),
+        keys=tuple(zeros(key_shape, dtype, CACHE_AXES) for _ in range(config.num_layers)),
+        values=tuple(zeros((P, K, T, h), dtype, CACHE_AXES) for _ in range(config.num_layers)),
         features=features,
+        table_BN=zeros((num_slots, slot_pages), jnp.int32, (None, None)),
         feature_layers=feature_layers or (),
+        for_cpu=for_cpu,
     )
 
 
-def map_arrays(
-    one: Callable[..., Any], cache: Any, *more: Any, keys: Kind = KEYS, values: Kind = VALUES
-) -> Any:
-    """Map `one(array, *other_arrays, kind)` over all arrays of caches."""
+def places_of_windows(start_B: jax.Array, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """Return the rows and positions of N tokens in each of B rows from `start` on; [B · N]."""
+    position_BN = start_B[:, None] + jnp.arange(num_tokens)
+    return jnp.repeat(jnp.arange(len(start_B)), num_tokens), position_BN.reshape(-1)
+
+
+def pinned(cache: KVCache) -> KVCache:
+    """Pin all arrays to the sharding of models.layout, as loop results may be on other shards."""
+    return map_arrays(pin, cache)
+
+
+def put_entries(
+    pages_PKTh: jax.Array, new_XKh: jax.Array, page_X: jax.Array, offset_X: jax.Array, kind: Kind
+) -> jax.Array:
+    """Write entries to (page, offset); drop entries with page P."""
+    split = Split.of_cache(pages_PKTh)
+    pages, new = split.spec(batch=0, heads=1), split.spec(heads=1)
+
+    def local(pages: jax.Array, new: jax.Array, page_X: jax.Array, offset_X: jax.Array):  # type: ignore[no-untyped-def]
+        return write_entries(pages, new, split.own(page_X, len(pages)), offset_X, kind)
+
+    write = split.mapped(local, (pages, new, PartitionSpec(), PartitionSpec()), pages)
+    return pin(write(pages_PKTh, new_XKh, page_X, offset_X), kind)
+
+
+def map_arrays(one: Callable[..., Any], cache: KVCache, *more: Any) -> KVCache:
+    """Map `one(array, *others, kind)` over all arrays of a cache, and of entries or caches."""
 
     def each(name: str, kind: Kind) -> tuple[Any, ...]:
         columns = zip(*(getattr(c, name) for c in (cache, *more)), strict=True)
         return tuple(one(*arrays, kind) for arrays in columns)
 
-    kinds = {"keys": keys, "values": values, "features": FEATURES}
-    return dataclasses.replace(cache, **{name: each(name, kind) for name, kind in kinds.items()})
-
-
-def pin(rows: jax.Array, kind: Kind = VALUES) -> jax.Array:
-    """Pin keys or values of a layer, or features, to the sharding of models.layout."""
-    return constrain(rows, *kind.axes)
-
-
-def state_windows(states: Any, slot_P: jax.Array, start_P: jax.Array, num_tokens: int) -> jax.Array:
-    """Return the features of C positions per slot from `start` on, in rows or pages; [P, C, W]."""
-    if not isinstance(states, jax.Array):
-        return states.windows(slot_P, start_P, num_tokens)
-
-    def cut(slot: jax.Array, start: jax.Array) -> jax.Array:
-        size = 1, 1, num_tokens, states.shape[3]
-        return jax.lax.dynamic_slice(states, (slot, 0, start, 0), size)[0, 0]
-
-    return jax.vmap(cut)(slot_P, start_P)
-
-
-def write_keys(keys_BKhS: jax.Array, new_BNKh: jax.Array, start_B: jax.Array) -> jax.Array:
-    """Write N new keys at `start … start+N−1` of each row; drop windows that do not fit."""
-    return _write(keys_BKhS, new_BNKh.transpose(0, 2, 3, 1), start_B, KEY_AXIS)
-
-
-def write_values(values_BKSh: jax.Array, new_BNKh: jax.Array, start_B: jax.Array) -> jax.Array:
-    """Write N new values to each row as `write_keys` does."""
-    return _write(values_BKSh, new_BNKh.transpose(0, 2, 1, 3), start_B, VALUE_AXIS)
-
-
-def _write(rows: jax.Array, new: jax.Array, start_B: jax.Array, axis: int) -> jax.Array:
-    """Write one window per row along `axis`; drop a window that exceeds its row."""
-    dims = jax.lax.ScatterDimensionNumbers(
-        update_window_dims=(0, 1, 2),
-        inserted_window_dims=(),
-        scatter_dims_to_operand_dims=(axis - 1,),
+    return dataclasses.replace(
+        cache,
+        keys=each("keys", key_kind(cache.for_cpu)),
+        values=each("values", VALUES),
+        features=each("features", FEATURES),
     )
-
-    def one(row: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-        return jax.lax.scatter(
-            row, start[None], new, dims, mode=jax.lax.GatherScatterMode.FILL_OR_DROP
-        )
-
-    return jax.vmap(one)(rows, new.astype(rows.dtype), start_B)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Pending:
-    """Entries that one round computes and the next round writes in place before it reads.
-
-    Keys and values of every layer are `[P, K, h]`, features `[P, W]` or none. Entry i belongs to
-    `position_P[i]` of row `row_P[i]`; only entries `order_P[:count]` are written.
-    """
-
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
-    features: tuple[jax.Array, ...]
-    row_P: jax.Array
-    position_P: jax.Array
-    order_P: jax.Array
-    count: jax.Array
-
-    def replaced(
-        self, entries: Entries, row_M: jax.Array, position_M: jax.Array, accepted_M: jax.Array
-    ) -> Pending:
-        """Return the M ≤ P entries of a new round; only `accepted_M` will be written."""
-
-        def put(old: jax.Array, new: jax.Array) -> jax.Array:
-            new = constrain(new.astype(old.dtype), *ENTRY_AXES[: old.ndim])
-            return jax.lax.dynamic_update_slice(old, new, (0,) * old.ndim)
-
-        return Pending(
-            jax.tree.map(put, self.keys, entries.keys),
-            jax.tree.map(put, self.values, entries.values),
-            jax.tree.map(put, self.features, entries.features),
-            put(self.row_P, row_M),
-            put(self.position_P, position_M),
-            put(self.order_P, jnp.argsort(~accepted_M)),
-            jnp.sum(accepted_M, dtype=jnp.int32),
-        )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Entries:
-    """Keys and values of M nodes in every layer, `[M, K, h]`, and features `[M, W]` or none."""
-
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
-    features: tuple[jax.Array, ...] = ()
-
-    def take(self, part: slice, dtype: Any) -> Entries:
-        """Return a part of the entries, in the dtype and sharding of a cache."""
-
-        def some(x: jax.Array) -> jax.Array:
-            return constrain(x[part].astype(dtype), *ENTRY_AXES[: x.ndim])
-
-        return jax.tree.map(some, self)
-
-
-def no_pending(
-    config: ModelConfig,
-    num_entries: int,
-    dtype: jnp.dtype,
-    feature_layers: tuple[int, ...] | None = None,
-    zeros: Callable[..., Any] = jnp.zeros,
-) -> Pending:
-    """Return P entries with a count of 0; `zeros` as in `init`."""
-    P, K, h = num_entries, config.num_kv_heads, config.head_dim
-    features: tuple[jax.Array, ...] = ()
-    if feature_layers is not None:
-        features = (zeros((P, config.d_model * (len(feature_layers) + 1)), dtype),)
-    keys, values = (
-        tuple(zeros((P, K, h), dtype) for _ in range(config.num_layers)) for _ in range(2)
-    )
-    row_P, position_P, order_P = (zeros((P,), jnp.int32) for _ in range(3))
-    count = zeros((), jnp.int32)
-    return Pending(keys, values, features, row_P, position_P, order_P, count)
-
-
-def _write_entries(cache: KVCache, pending: Pending, num_at_once: int | None = None) -> KVCache:
-    """Write entries, on CPUs `num_at_once` per scatter, which visits dropped entries too."""
-    P = len(pending.order_P)
-    N = min(num_at_once or P, P)
-
-    def some(i: jax.Array, cache: KVCache) -> KVCache:
-        place_N = i * N + jnp.arange(N)
-        entry_N = pending.order_P[jnp.minimum(place_N, P - 1)]
-        row_N = jnp.where(place_N < pending.count, pending.row_P[entry_N], cache.num_slots)
-        position_N = pending.position_P[entry_N]
-
-        def key(rows_BKhS: jax.Array, new_PKh: jax.Array) -> jax.Array:
-            at = rows_BKhS.at[row_N, :, :, position_N]
-            return pin(at.set(new_PKh[entry_N], mode="drop"))
-
-        def value(rows_BKSh: jax.Array, new_PKh: jax.Array, kind: Kind = VALUES) -> jax.Array:
-            new_NKh = new_PKh[entry_N].reshape(N, -1, rows_BKSh.shape[-1])
-            return pin(rows_BKSh.at[row_N, :, position_N].set(new_NKh, mode="drop"), kind)
-
-        return KVCache(
-            jax.tree.map(key, cache.keys, pending.keys),
-            jax.tree.map(value, cache.values, pending.values),
-            jax.tree.map(partial(value, kind=FEATURES), cache.features, pending.features),
-            cache.feature_layers,
-        )
-
-    if N == P:
-        return some(jnp.int32(0), cache)
-    return jax.lax.fori_loop(0, (pending.count + N - 1) // N, some, cache)
-
-
-@partial(jax.jit, static_argnames=("num_positions", "kind"))
-def resize_layer(rows: jax.Array, row_B: jax.Array, *, num_positions: int, kind: Kind) -> jax.Array:
-    """Return one array with rows `row_B`, cut or padded to `num_positions`."""
-    rows, axis = jnp.take(rows, row_B, axis=0, mode="clip"), kind.axis
-    size = rows.shape[axis]
-    if size >= num_positions:
-        return pin(jax.lax.slice_in_dim(rows, 0, num_positions, axis=axis), kind)
-    widths = [(0, 0)] * 4
-    widths[axis] = (0, num_positions - size)
-    return pin(jnp.pad(rows, widths), kind)
-
-
-def resize(cache: KVCache, row_B: jax.Array, num_positions: int) -> KVCache:
-    """Return a cache with row `row_B[b]` as row b, cut or padded to `num_positions`.
-
-    Each buffer of `cache` is deleted once copied, so two whole caches never exist.
-    """
-
-    def one(rows: jax.Array, kind: Kind) -> jax.Array:
-        new = resize_layer(rows, row_B, num_positions=num_positions, kind=kind)
-        rows.delete()
-        return new
-
-    return map_arrays(one, cache)

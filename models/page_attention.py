@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from reprise.models.attention import PartialSoftmax, merged, partial_attention
+from reprise.models.entries import KEY_AXIS, VALUES, Kind
 from reprise.models.kernels import NEGATIVE
 from reprise.models.layout import PAGE_BLOCK_POSITIONS
+from reprise.models.sharding import platform_in_use
 
 KERNEL_NODES = 64  # the most nodes of a slot that a kernel takes
 
@@ -28,16 +30,18 @@ def attend_pages(
     values_PKTh: jax.Array,
     table_BN: jax.Array,
     length_B: jax.Array,
+    *,
+    for_cpu: bool,
 ) -> PartialSoftmax:
     """Return the softmax over the first `length` positions of each slot, in the pages of `table`.
 
-    Table entries beyond the positions of a slot are arbitrary. On a mesh, call this inside
-    `jax.shard_map`.
+    Table entries beyond the positions of a slot are arbitrary. With `for_cpu`, keys are [P, K, h,
+    T]. On a mesh, call this inside `jax.shard_map`.
     """
-    paths = _kernels(q_BWHh.shape[3], keys_PKTh.shape[2], keys_PKTh.dtype)
     inputs = q_BWHh.astype(keys_PKTh.dtype), keys_PKTh, values_PKTh, table_BN, length_B
+    paths = {} if for_cpu else _kernels(q_BWHh.shape[3], keys_PKTh.shape[2], keys_PKTh.dtype)
     if not paths:
-        return _portable(*inputs)
+        return _portable(*inputs, for_cpu=for_cpu)
     return PartialSoftmax(*jax.lax.platform_dependent(*inputs, **paths, default=_as_tuple))
 
 
@@ -56,15 +60,16 @@ def append_and_attend(
     at their position write nothing and get 0. On a mesh, call this inside `jax.shard_map`.
     """
     (P, _, T, h), dtype = keys_PKTh.shape, keys_PKTh.dtype
-    place = place_of(table_BN, jnp.arange(len(position_B)), position_B, keys_PKTh)
-    length_B = jnp.where(place[0] < P, position_B + 1, 0)
+    page_B, offset_B = place_of(table_BN, jnp.arange(len(position_B)), position_B, keys_PKTh)
+    length_B = jnp.where(page_B < P, position_B + 1, 0)
     new = (x.astype(dtype) for x in (q_B1Hh, k_BKh, v_BKh))
     inputs = *new, keys_PKTh, values_PKTh, table_BN, length_B
 
     def apart(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         q, k, v, keys, values, table_BN, length_B = inputs
-        keys, values = write_entries(keys, k, *place), write_entries(values, v, *place)
-        result = attend_pages(q, keys, values, table_BN, length_B)
+        keys = write_entries(keys, k, page_B, offset_B, VALUES)
+        values = write_entries(values, v, page_B, offset_B, VALUES)
+        result = attend_pages(q, keys, values, table_BN, length_B, for_cpu=False)
         out = jnp.where(result.total > 0, result.out / result.total, 0)
         return out.astype(dtype), keys, values
 
@@ -77,10 +82,10 @@ def append_and_attend(
 
 
 def place_of(
-    table_BN: jax.Array, row_X: jax.Array, position_X: jax.Array, pages_PKTh: jax.Array
+    table_BN: jax.Array, row_X: jax.Array, position_X: jax.Array, values_PKTh: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the page and offset of positions of slots; page P if a position has no page."""
-    (B, N), (P, _, T, _) = table_BN.shape, pages_PKTh.shape
+    (B, N), (P, _, T, _) = table_BN.shape, values_PKTh.shape
     nth_X = position_X // T
     inside_X = (row_X >= 0) & (row_X < B) & (position_X >= 0) & (nth_X < N)
     page_X = table_BN[jnp.clip(row_X, 0, B - 1), jnp.clip(nth_X, 0, N - 1)]
@@ -88,18 +93,22 @@ def place_of(
 
 
 def write_entries(
-    pages_PKTh: jax.Array, new_XKh: jax.Array, page_X: jax.Array, offset_X: jax.Array
+    pages_PKTh: jax.Array, new_XKh: jax.Array, page_X: jax.Array, offset_X: jax.Array, kind: Kind
 ) -> jax.Array:
     """Write entries to (page, offset); drop entries without a page."""
     own_X = jnp.where(page_X < 0, len(pages_PKTh), page_X)
-    # index the heads as well: TPUs would copy all pages to write windows across heads
-    head_K = jnp.arange(pages_PKTh.shape[1])
-    at = pages_PKTh.at[own_X[:, None], head_K, offset_X[:, None]]
+    if kind.axis == KEY_AXIS:
+        at = pages_PKTh.at[own_X, :, :, offset_X]
+    elif platform_in_use() == "cpu":
+        at = pages_PKTh.at[own_X, :, offset_X]
+    else:  # index the heads as well: TPUs would copy all pages to write windows across heads
+        head_K = jnp.arange(pages_PKTh.shape[1])
+        at = pages_PKTh.at[own_X[:, None], head_K, offset_X[:, None]]
     return at.set(new_XKh.astype(pages_PKTh.dtype), mode="drop")
 
 
 def _as_tuple(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    result = _portable(*inputs)
+    result = _portable(*inputs, for_cpu=False)
     return result.out, result.top, result.total
 
 
@@ -145,9 +154,11 @@ def _portable(
     values_PKTh: jax.Array,
     table_BN: jax.Array,
     length_B: jax.Array,
+    *,
+    for_cpu: bool,
 ) -> PartialSoftmax:
     B, W, H, h = q_BWHh.shape
-    P, K, T, _ = keys_PKTh.shape
+    P, K, T, _ = values_PKTh.shape
     N = table_BN.shape[1]
     C = max(1, min(N, PAGE_BLOCK_POSITIONS // T))
     table_BN = jnp.pad(table_BN, ((0, 0), (0, -N % C)))
@@ -155,7 +166,8 @@ def _portable(
     def step(i: jax.Array, so_far: PartialSoftmax) -> PartialSoftmax:
         page_BC = jnp.clip(jax.lax.dynamic_slice_in_dim(table_BN, i * C, C, axis=1), 0, P - 1)
         k_BCKTh, v_BCKTh = keys_PKTh[page_BC], values_PKTh[page_BC]
-        k_BKhS = k_BCKTh.transpose(0, 2, 4, 1, 3).reshape(B, K, h, C * T)
+        k_BKhCT = k_BCKTh.transpose((0, 2, 3, 1, 4) if for_cpu else (0, 2, 4, 1, 3))
+        k_BKhS = k_BKhCT.reshape(B, K, h, C * T)
         v_BKSh = v_BCKTh.transpose(0, 2, 1, 3, 4).reshape(B, K, C * T, h)
         seen_BS = i * C * T + jnp.arange(C * T) < length_B[:, None]
         mask_BWS = jnp.broadcast_to(seen_BS[:, None], (B, W, C * T))

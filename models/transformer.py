@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,8 @@ from reprise.models.config import (
     ParamSpec,
     param_specs,
 )
-from reprise.models.kv_cache import Entries, KVCache
+from reprise.models.entries import Entries
+from reprise.models.kv_cache import KVCache
 from reprise.models.layers import (
     PRODUCT_AXES,
     dense,
@@ -55,12 +56,9 @@ from reprise.models.layers import (
     rotate,
     scaled,
 )
-from reprise.models.paged_cache import PagedCache
 from reprise.models.row_attention import attend_rows, is_faster
 from reprise.models.sharding import constrain
 from reprise.models.training import through_layers
-
-Cached = TypeVar("Cached", KVCache, PagedCache)
 
 for _weights in (Layer, Params, LowRank, Adapted):
     jax.tree_util.register_dataclass(_weights)
@@ -153,28 +151,17 @@ def hidden(
     return _hidden_and_entries(config, params, tokens_BT, packing, remat, dtype)[0]
 
 
-def hidden_and_cache(
+def features(
     config: ModelConfig,
     params: Params,
     tokens_BT: jax.Array,
     packing: Packing,
-    dtype: Any,
-    feature_layers: tuple[int, ...] | None = None,
-) -> tuple[jax.Array, KVCache]:
-    """Return `hidden`, [B, T, D], and a cache with all B · T positions in one row."""
+    feature_layers: tuple[int, ...],
+) -> jax.Array:
+    """Return the outputs of `feature_layers`, then `hidden`, joined; [B, T, W]."""
     hidden_BTD, entries = _hidden_and_entries(config, params, tokens_BT, packing)
-    K, h = config.num_kv_heads, config.head_dim
-    features: tuple[jax.Array, ...] = ()
-    if feature_layers is not None:
-        outputs = [*(entries[i][2] for i in feature_layers), hidden_BTD]
-        features_BTW = jnp.concatenate(outputs, axis=-1).astype(dtype)
-        features = (features_BTW.reshape(1, 1, -1, features_BTW.shape[-1]),)
-    return hidden_BTD, KVCache(
-        tuple(k.transpose(2, 3, 0, 1).reshape(1, K, h, -1).astype(dtype) for k, _, _ in entries),
-        tuple(v.transpose(2, 0, 1, 3).reshape(1, K, -1, h).astype(dtype) for _, v, _ in entries),
-        features,
-        feature_layers or (),
-    )
+    outputs = [entries[i][2] for i in feature_layers]
+    return jnp.concatenate([*outputs, hidden_BTD], axis=-1)
 
 
 def _hidden_and_entries(
@@ -208,12 +195,12 @@ def _hidden_and_entries(
 def hidden_with_cache(
     config: ModelConfig,
     params: Params,
-    cache: Cached,
+    cache: KVCache,
     tokens_BN: jax.Array,
     positions_BN: jax.Array,
     start_B: jax.Array,
     chunks: Chunks | None = None,
-) -> tuple[jax.Array, Cached, Entries]:
+) -> tuple[jax.Array, KVCache, Entries]:
     """Return the hidden states of N nodes per slot, [B, N, D], and the cache with their entries.
 
     Entries go to `start … start+N−1` of each row; node n then attends to all positions up to and
@@ -251,7 +238,7 @@ def hidden_with_cache(
 def hidden_of_nodes(
     config: ModelConfig,
     params: Params,
-    cache: KVCache | PagedCache,
+    cache: KVCache,
     tokens_M: jax.Array,
     positions_M: jax.Array,
     length_B: jax.Array,

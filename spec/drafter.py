@@ -183,12 +183,7 @@ class RoundsDrafter(Protocol):
         """The most draft tokens per request that the drafter can use."""
         ...
 
-    @property
-    def num_positions(self) -> int:
-        """The positions of the drafter cache, a minimum for the policy cache; 0 if none."""
-        ...
-
-    def enter_rounds(self, live: LiveSlots, max_tokens: int, num_positions: int) -> RoundsInput:
+    def enter_rounds(self, live: LiveSlots, max_tokens: int) -> RoundsInput:
         """Complete the cache of all requests, which draft up to `max_tokens` per round."""
         ...
 
@@ -196,7 +191,7 @@ class RoundsDrafter(Protocol):
         """Take back the complete cache, and the acceptance of each request in each round."""
         ...
 
-    def empty_rounds(self, num_slots: int, num_positions: int) -> RoundsInput:
+    def empty_rounds(self, num_slots: int) -> RoundsInput:
         """Return the input for idle rows only, to compile rounds with."""
         ...
 

@@ -63,20 +63,6 @@ class RoundTimes:
         self._fetches = dict(fetch_seconds or {})
         self._drafts = {name: dict(table) for name, table in (draft_seconds or {}).items()}
 
-    def put(self, more: RoundTimes) -> None:
-        """Replace the seconds of the rounds in `more`."""
-        self._seconds.update(more._seconds)
-        self._short.update(more._short)
-        self._chunks.update(more._chunks)
-        self._beside.update(more._beside)
-        self._fetches.update(more._fetches)
-
-    def longer(self, num_slots: int, num_nodes: int, num_positions: int) -> RoundTimes:
-        """Return the seconds of the longest measured bucket for a longer, unmeasured bucket."""
-        size, bucket = (num_slots, num_nodes), (num_slots, num_nodes, num_positions)
-        last = max(b for b in self._seconds if b[:2] == size)
-        return RoundTimes({bucket: self._seconds[last]})
-
     @property
     def rounds(self) -> Table:
         """The seconds of rounds without drafting on the device."""

@@ -20,9 +20,9 @@ import numpy as np
 from reprise.models import lora, transformer
 from reprise.models.attention import Chunks, Trees
 from reprise.models.config import ModelConfig
-from reprise.models.kv_cache import Entries, Pending
+from reprise.models.entries import Entries, Pending
+from reprise.models.kv_cache import KVCache
 from reprise.models.sharding import constrain, platform_in_use, replicated, ways_in_use
-from reprise.models.transformer import Cached
 from reprise.spec import nodes as packed_nodes
 from reprise.spec import sampling
 from reprise.spec.nodes import Drawn, Nodes, pack_draws
@@ -90,14 +90,14 @@ def _of_nodes(x_BW: jax.Array, trees: Trees) -> jax.Array:
 def verify(
     config: ModelConfig,
     params: transformer.Params,
-    cache: Cached,
+    cache: KVCache,
     pending: Pending,
     slots: Slots,
     nodes: Nodes,
     stop_E: jax.Array,
     scheme: sampling.Draw,
     max_nodes: int,
-) -> tuple[Cached, Pending, Slots, Drawn]:
+) -> tuple[KVCache, Pending, Slots, Drawn]:
     """Run one round: write pending entries, run all nodes, draw at every node, walk."""
     M, B = len(nodes.tokens_M), len(slots.active)
     cache = cache.written(pending)
@@ -208,12 +208,12 @@ def _draw_part(
 def decode(
     config: ModelConfig,
     params: transformer.Params,
-    cache: Cached,
+    cache: KVCache,
     slots: Slots,
     stop_E: jax.Array,
     scheme: sampling.Draw,
     chunks: Chunks | None = None,
-) -> tuple[Cached, Slots, Drawn]:
+) -> tuple[KVCache, Slots, Drawn]:
     """Run one round with only roots; no entries may be pending.
 
     Each layer writes its entry before it reads the row: without a kernel for rows it computes one
@@ -270,7 +270,7 @@ def _advance(slots: Slots, count_B: jax.Array, last_B: jax.Array, stop_E: jax.Ar
 
 
 @partial(jax.jit, donate_argnames=("cache", "pending"))
-def settle(cache: Cached, pending: Pending) -> tuple[Cached, Pending]:
+def settle(cache: KVCache, pending: Pending) -> tuple[KVCache, Pending]:
     """Write pending entries outside a round."""
     return cache.written(pending), dataclasses.replace(pending, count=jnp.zeros_like(pending.count))
 
@@ -282,7 +282,7 @@ def settle(cache: Cached, pending: Pending) -> tuple[Cached, Pending]:
 )
 def verify_round(
     params: transformer.Params,
-    cache: Cached,
+    cache: KVCache,
     pending: Pending,
     slots: Slots,
     nodes_5M: jax.Array,
@@ -292,7 +292,7 @@ def verify_round(
     config: ModelConfig,
     scheme: sampling.Draw,
     max_nodes: int,
-) -> tuple[Cached, Pending, Slots, jax.Array, Entries | None]:
+) -> tuple[KVCache, Pending, Slots, jax.Array, Entries | None]:
     """Run `verify`, compiled once per bucket (slots, nodes, positions).
 
     Returns draws as [3, M] of `pack_draws`. `nodes_5M` come from `spec.nodes.pack`. With a table
@@ -315,7 +315,7 @@ def verify_round(
 )
 def decode_beside_chunks(
     params: transformer.Params,
-    cache: Cached,
+    cache: KVCache,
     pending: Pending,
     slots: Slots,
     stop_E: jax.Array,
@@ -323,7 +323,7 @@ def decode_beside_chunks(
     *,
     config: ModelConfig,
     scheme: sampling.Draw,
-) -> tuple[Cached, Pending, Slots, jax.Array, Entries]:
+) -> tuple[KVCache, Pending, Slots, jax.Array, Entries]:
     """Run a round without drafts that also computes chunks; return what `verify_round` does."""
     cache, pending = settle(cache, pending)
     chunks = Chunks.of_table(chunks_TX)
@@ -335,7 +335,7 @@ def decode_beside_chunks(
 @partial(jax.jit, static_argnames=("config", "scheme"))
 def chunks_alone(
     params: transformer.Params,
-    cache: Cached,
+    cache: KVCache,
     slots: Slots,
     chunks_TX: jax.Array,
     given_2X: jax.Array,
@@ -373,7 +373,7 @@ def chunks_alone(
 )
 def chunks_beside_roots(
     params: transformer.Params,
-    cache: Cached,
+    cache: KVCache,
     pending: Pending,
     slots: Slots,
     stop_E: jax.Array,
@@ -382,7 +382,7 @@ def chunks_beside_roots(
     *,
     config: ModelConfig,
     scheme: sampling.Draw,
-) -> tuple[Cached, Pending, Slots, jax.Array, Entries]:
+) -> tuple[KVCache, Pending, Slots, jax.Array, Entries]:
     """Run a round of roots, and draw after each token of chunks, at most one chunk per idle row.
 
     Returns what `verify_round` does, with [3, B + X] of `pack_draws`: the roots, then the tokens of
@@ -429,7 +429,7 @@ def _chunk_nodes(chunks: Chunks, given_2X: jax.Array) -> Nodes:
 )
 def decode_rounds(
     params: transformer.Params,
-    cache: Cached,
+    cache: KVCache,
     pending: Pending,
     slots: Slots,
     stop_E: jax.Array,
@@ -439,7 +439,7 @@ def decode_rounds(
     config: ModelConfig,
     scheme: sampling.Draw,
     max_rounds: int,
-) -> tuple[Cached, Pending, Slots, jax.Array]:
+) -> tuple[KVCache, Pending, Slots, jax.Array]:
     """Run up to `num_rounds` rounds without drafts on the device.
 
     Returns draws as [3, rounds, B] of `pack_draws`. Stops early once `stop_after` slots have

@@ -36,13 +36,14 @@ def model_config(shape: Shape) -> ModelConfig:
     )
 
 
-def make_engine(
-    shape: Shape, min_positions: int | None = None, model: ModelConfig | None = None
-) -> Engine:
-    """Return an engine of one batch; its cache has one size, or doubles from `min_positions`."""
-    prefill = {"prefill_rows": 16, "prefill_chunk_tokens": shape.prompt}
-    slots, positions = shape.batch, min_positions or shape.cache
-    config = EngineConfig(slots=slots, min_slots=slots, min_positions=positions, **prefill)
+def make_engine(shape: Shape, model: ModelConfig | None = None) -> Engine:
+    """Return an engine of one batch."""
+    config = EngineConfig(
+        slots=shape.batch,
+        min_slots=shape.batch,
+        prefill_rows=16,
+        prefill_chunk_tokens=shape.prompt,
+    )
     return Engine(model or model_config(shape), config, dtype=jnp.dtype(shape.dtype))
 
 
@@ -62,14 +63,13 @@ def generate_batch(
 
 class Reprise:
     name = "reprise"
-    variants = ("cache of one size", "cache from a half", "cache from a quarter")
+    variants = ("pages",)
     packages = ("jax", "jaxlib", "numpy")
 
     def prepare(self, shape: Shape, policy: str, variant: str) -> None:
-        parts = 2 ** self.variants.index(variant)
         self.requests = make_requests(shape)
         model, self.params = hf.load_pretrained(policy, dtype=jnp.dtype(shape.dtype))
-        self.engine = make_engine(shape, shape.cache // parts, model)
+        self.engine = make_engine(shape, model)
         jax.block_until_ready(self.params)
 
     def generate(self, seed: int, greedy: bool) -> tuple[list, list]:

@@ -69,7 +69,6 @@ def grpo(size: str) -> Iterator[Row]:
             f"Optimizer.learning_rate={1.2e-4 / width}",
             f"Trainer.micro_batch_tokens={768 * width}",
             "Engine.min_slots=64",
-            f"Engine.min_positions={128 + new_tokens}",
             "Engine.max_round_nodes=512",
             "Eval.every_steps=0",
             "Metrics.tensorboard=False",

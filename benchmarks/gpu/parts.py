@@ -25,7 +25,7 @@ from benchmarks.turns import in_turns
 from reprise.models import page_attention, row_attention, transformer
 from reprise.models.attention import Packing
 from reprise.models.config import ModelConfig, leaves, param_specs
-from reprise.models.paged_cache import PagedCache
+from reprise.models.kv_cache import KVCache
 from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.engine import Engine
 from reprise.rl.learner import trainer
@@ -148,7 +148,7 @@ def paged_rounds(size: Size, live: int) -> tuple[Rounds, np.ndarray, np.ndarray]
     return bench, plain_BN, bench.pack(drafts, B * N)
 
 
-def filled(cache: PagedCache) -> PagedCache:
+def filled(cache: KVCache) -> KVCache:
     """Fill all pages in place with random numbers: zeros would be faster than real values."""
 
     def fill(pages: tuple[jax.Array, ...], seed: int) -> tuple[jax.Array, ...]:
@@ -325,8 +325,7 @@ def rollouts(size: Size) -> Rows:
     params = random_weights(size.model, size.dtype)
     shape = size.slots, size.new_tokens, ACCEPTANCE, size.prompt_tokens
     work = workloads.replay("synthetic", size.model, params, *shape)
-    config = dataclasses.replace(size.engine_config, min_positions=size.prompt_tokens)
-    bench = speculation.open_bench(work, config)
+    bench = speculation.open_bench(work, size.engine_config)
     row = speculation.compare(bench, "replay", size.repeats)
     yield {"requests": size.slots, "acceptance": ACCEPTANCE, "synthetic": True, **row}
 

@@ -66,7 +66,6 @@ class Ground:
         defaults = {
             "slots": self.sizes.slots,
             "min_slots": max(1, self.sizes.slots // 4),
-            "min_positions": -(-(longest + self.sizes.new_tokens + 16) // 64) * 64,
             "prefill_chunk_tokens": -(-longest // 64) * 64,
         }
         return EngineConfig(**defaults | options)

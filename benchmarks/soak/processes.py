@@ -124,7 +124,6 @@ Rollout.prompts_per_step = 4
 Sampling.max_new_tokens = 24
 Engine.slots = 16
 Engine.min_slots = 16
-Engine.min_positions = 64
 Trainer.micro_batch_tokens = 256
 Rollout.cache_bytes = 65536
 Speculation.budget = "fixed:1"

@@ -25,7 +25,7 @@ from tests.support import idle_server, tiny_run
 
 SIZES = (
     *("Policy.lora_rank=4", "Mesh.data=1", "Engine.slots=8", "Engine.min_slots=8"),
-    *("Rollout.max_prompt_tokens=16", "Sampling.max_new_tokens=16", "Engine.min_positions=32"),
+    *("Rollout.max_prompt_tokens=16", "Sampling.max_new_tokens=16"),
     *("Trainer.micro_batch_tokens=128", "Engine.max_nodes=4", "Engine.prefill_chunk_tokens=16"),
 )
 NAME = "tiny"

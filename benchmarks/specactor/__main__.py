@@ -150,7 +150,7 @@ class Bench:
 
     def engine(self, requests: int, time: VirtualTime, price: Any, more: int = 0) -> PricedEngine:
         slots = bucket(requests, 1)
-        size = {"slots": slots, "min_slots": slots, "min_positions": self.longest_tokens}
+        size = {"slots": slots, "min_slots": slots}
         config = EngineConfig(**size, rounds_per_fetch=1, max_nodes=16, max_round_nodes=16 * slots)
         engine = PricedEngine(self.policy, config)
         engine.expect(slots, self.longest_tokens + more)

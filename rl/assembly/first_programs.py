@@ -21,13 +21,11 @@ from reprise.rl.engine.engine import Engine, RolloutEngine
 from reprise.rl.exchange.responses import WHOLE, Partition
 from reprise.rl.runtime.parallel_compile import OnCompiled
 from reprise.rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
-from reprise.rl.runtime.signals import Watch
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import Inputs
 from reprise.rl.speculation.sources import Speculation
 from reprise.rl.warm_up import compile_buckets, kept_rounds, transfer_times
-from reprise.rl.warm_up.compile_buckets import LongerBuckets
-from reprise.rl.warm_up.rollout_programs import Decisions, NodeSizes, Pool, Reach
+from reprise.rl.warm_up.rollout_programs import Decisions, NodeSizes, Reach
 from reprise.rl.warm_up.round_times import load_or_measure
 from reprise.rl.workers.multi_engine import MultiEngine
 from reprise.sched.simulator.measured_costs import MeasuredCosts
@@ -120,36 +118,11 @@ def evaluation_engine(config: TrainConfig, num_requests: int, ways: int) -> Engi
 
 def num_whole_model(config: TrainConfig, model: ModelConfig, *, is_cpu: bool) -> int:
     """Return the number of rollout programs that run the whole policy, without opening devices."""
-    is_paged = config.engine.is_paged(is_cpu)
-    settings = dataclasses.replace(config.engine, cache="pages" if is_paged else "rows")
+    # a set size does not open a device
+    chunk_tokens = config.engine.chunk_tokens(config.longest_tokens, is_cpu=is_cpu)
+    settings = dataclasses.replace(config.engine, prefill_chunk_tokens=chunk_tokens)
     runner, bounds = Engine(model, settings), rollout_reach(config)
     return compile_buckets.num_whole_model(runner, config.sampling, bounds)
-
-
-def longer_buckets(
-    engine: RolloutEngine,
-    weights: Params,
-    sampling: SamplingConfig,
-    speculation: Speculation,
-    reach: Reach,
-    watch: Watch,
-    *,
-    on_compiled: Callable[[str, int, int], None],
-    check: Callable[[], object],
-) -> LongerBuckets | None:
-    """Return a two-part warm-up for a single engine without on-device drafters, otherwise None.
-
-    `check` is called while programs of the second part compile, and may raise.
-    """
-    if not isinstance(engine, Engine) or speculation.drafters:
-        return None
-
-    def on_later_progress(done: int, total: int) -> None:
-        on_compiled("longer responses", done, total)
-        check()
-
-    pool = Pool(engine, engine.place(weights), sampling, reach)
-    return LongerBuckets(pool, watch, on_later_progress)
 
 
 class Kept(NamedTuple):
@@ -174,7 +147,6 @@ def warm_up(
     *,
     on_compiled: OnCompiled,
     training: Sequence[Any],
-    longer: LongerBuckets | None,
 ) -> None:
     """Compile the rollout programs, and time rounds for the budget and the scheduler.
 
@@ -189,10 +161,7 @@ def warm_up(
     reach = dataclasses.replace(reach, drafters=drafters)
     for one in engine.engines:
         placed = one.place(weights)
-        if longer is None:
-            compile_buckets.warm_up(one, placed, sampling, reach, on_compiled, training)
-        else:
-            longer.warm_up(on_compiled, training)
+        compile_buckets.warm_up(one, placed, sampling, reach, on_compiled, training)
         training = ()
     # all workers are identical, so times are measured only on the last worker
     if isinstance(engine, MultiEngine):
@@ -202,7 +171,6 @@ def warm_up(
     is_priced = reach.speculative or reach.reuse
     if is_priced or config.sched.measures_rounds:
         path = kept.folder / ROUNDS_FILE
-        max_positions = None if longer is None else longer.max_positions
         timed = reach if is_priced else dataclasses.replace(reach, nodes=_no_nodes)
         beside = [other for other in engine.engines if other is not one]
         times = load_or_measure(
@@ -211,7 +179,6 @@ def warm_up(
             placed,
             sampling,
             timed,
-            max_positions,
             speculation=config.speculation,
             beside=beside,
             processes=kept.processes,

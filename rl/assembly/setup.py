@@ -48,7 +48,6 @@ from reprise.rl.settings.inputs import Inputs
 from reprise.rl.speculation.device_drafters import DeviceDrafterSource, DraftModel
 from reprise.rl.speculation.reuse import Reuse
 from reprise.rl.speculation.sources import Speculation
-from reprise.rl.warm_up.compile_buckets import LongerBuckets
 from reprise.rl.warm_up.rollout_programs import Reach
 from reprise.rl.workers.ahead_engine import AheadEngine
 from reprise.rl.workers.multi_engine import MultiEngine, make_engines, split_devices
@@ -73,8 +72,7 @@ def build(
 ) -> Iterator[tuple[System, TrainState]]:
     """Create the parts of a run, compile its programs, and yield the system and initial state.
 
-    Spilled rollouts and measured times are written to `folder`. With one engine, `System.longer`
-    compiles the programs for longer responses after the first step.
+    Spilled rollouts and measured times are written to `folder`.
     """
     with contextlib.ExitStack() as stack:
         mesh = run_mesh(config)
@@ -132,15 +130,14 @@ def build(
             rewards=rewards,
             order=DataOrder(len(inputs.task), config.run.seed),
             drafter=drafter,
-            longer=None,
             partition=partition,
             listeners=builder.listeners(drafter),
             show=show,
             watch=watch,
         )
-        longer = builder.compile(system, state)
+        builder.compile(system, state)
         state = trainer.first_run(state, learner.shape, recipe=learner.recipe, base=learner.base)
-        yield dataclasses.replace(system, longer=longer), state
+        yield system, state
 
 
 def _partition(config: TrainConfig, processes: Processes) -> Partition:
@@ -338,39 +335,23 @@ class RunBuilder:
 
     # -- compilation ----------------------------------------------------------------------
 
-    def compile(self, system: System, state: TrainState) -> LongerBuckets | None:
-        """Compile training, rollouts and evaluation; return the part deferred to the first step."""
+    def compile(self, system: System, state: TrainState) -> None:
+        """Compile training, rollouts and evaluation."""
         weights, learner = system.weights(state.params), system.learner
         training = trainer.lowered(state, learner.shape, recipe=learner.recipe, base=learner.base)
         system.rewards.wait_started()
         bounds = first_programs.rollout_reach(self.config, self.partition)
-        longer = self.compile_rollouts(system, weights, bounds, training)
+        self.compile_rollouts(system, weights, bounds, training)
         self.compile_evaluation(system, state, weights)
         if system.drafter is not None:
             system.drafter.warm_up(system.engine, weights)
         # a collective may time out while another process compiles
         system.processes.barrier("compiled", self.watch.heartbeat)
-        return longer
 
     def compile_rollouts(
         self, system: System, weights: Params, reach: Reach, training: Sequence[Any]
-    ) -> LongerBuckets | None:
+    ) -> None:
         engine = system.engine
-        # several processes must leave together, so none leaves during compilation
-        check = self.watch.check if system.processes.alone else self.watch.heartbeat
-        longer = engine.do(
-            partial(
-                first_programs.longer_buckets,
-                engine,
-                weights,
-                self.config.sampling,
-                system.speculation,
-                reach,
-                self.watch,
-                on_compiled=self._on_compiled,
-                check=check,
-            )
-        )
         tables = first_programs.Kept(
             folder=self.folder,
             processes=system.processes,
@@ -388,10 +369,8 @@ class RunBuilder:
                 tables,
                 on_compiled=self.on_compiled("training and rollouts"),
                 training=training,
-                longer=longer,
             )
         )
-        return longer
 
     def compile_evaluation(self, system: System, state: TrainState, weights: Params) -> None:
         is_own = system.eval_engine is not system.engine
@@ -495,13 +474,12 @@ def _why_other_bits(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) 
         return reason
     if platform == "cuda" and (reason := _single_rows(config, model, mesh)):
         return reason
-    is_paged = config.engine.is_paged(is_cpu=False)
     return why_other_bits_on_accelerators(
         platform,
         model,
         tensor_ways,
         dtype=config.trainer.dtype,
-        page_tokens=config.engine.page_tokens if is_paged else None,
+        page_tokens=config.engine.page_tokens,
     )
 
 
@@ -513,7 +491,7 @@ def _large_rounds(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) ->
     sizes = {} if engines is None else engines.shape
     ways = axis_ways(sizes, "batch") if sizes else 1
     engine = config.engine.over(ways)
-    prompts = engine.prefill_rows * engine.prefill_chunk_tokens
+    prompts = engine.prefill_rows * engine.chunk_tokens(config.longest_tokens, is_cpu=False)
     return why_too_large(
         (engine.max_slots // ways, engine.slot_pages(config.longest_tokens)),
         max(prompts, engine.max_round_nodes, 2 * engine.max_slots),
@@ -528,7 +506,7 @@ def _single_rows(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> 
     engines = engine_mesh(config, model, mesh, own=True)
     ways = 1 if engines is None else axis_ways(engines.shape, "batch")
     engine = config.engine.over(ways)
-    prompts = engine.prefill_rows * engine.prefill_chunk_tokens
+    prompts = engine.prefill_rows * engine.chunk_tokens(config.longest_tokens, is_cpu=False)
     rows = {"min_slots": engine.min_slots, "prefill_rows × prefill_chunk_tokens": prompts}
     for name, size in rows.items():
         if size < 2 * ways:

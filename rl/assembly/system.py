@@ -35,7 +35,6 @@ from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import Inputs
 from reprise.rl.speculation.reuse import Reuse
 from reprise.rl.speculation.sources import Speculation
-from reprise.rl.warm_up.compile_buckets import LongerBuckets
 from reprise.rl.workers.ahead_engine import AheadEngine
 from reprise.spec.reuse.rollout_cache import RolloutCache
 
@@ -47,9 +46,8 @@ if TYPE_CHECKING:
 class System:
     """The parts of a run.
 
-    `eval_engine` is `engine` unless workers run during training on separate devices. `longer` is
-    the part of the warm-up that waits for the first step, or None. `listeners` are the features
-    that take part in each step.
+    `eval_engine` is `engine` unless workers run during training on separate devices. `listeners`
+    are the features that take part in each step.
     """
 
     config: TrainConfig
@@ -63,7 +61,6 @@ class System:
     rewards: Rewards
     order: DataOrder
     drafter: AnyDrafter | None
-    longer: LongerBuckets | None
     partition: Partition
     listeners: tuple[StepListener, ...]
     show: Progress

@@ -51,11 +51,8 @@ def packed_states(
     dtype: np.dtype,
 ) -> jax.Array:
     """Return the hidden states that EAGLE reads, at all positions of packed rows, [B · T, W]."""
-    _, cache = transformer.hidden_and_cache(
-        config, params, tokens_BT, packed, dtype, feature_layers
-    )
-    [states_11XW] = cache.features
-    return states_11XW[0, 0]
+    states_BTW = transformer.features(config, params, tokens_BT, packed, feature_layers)
+    return states_BTW.reshape(-1, states_BTW.shape[-1]).astype(dtype)
 
 
 def hidden_of(

@@ -208,15 +208,13 @@ class DraftingWorker:
         return self._models[rollout.method].make_drafter(kind, context, self._max_window)
 
     def _programs(self, rollout: Rollout) -> list[Program]:
-        rows, result = self.engine.config.max_slots, list[Program]()
+        rows = self.engine.config.max_slots
         with self.engine.mesh_context():
-            for S in self.engine.position_sizes(rows):
-                drafter = self._drafter(rollout)
-                if isinstance(drafter, EnumeratingDraftModel):
-                    result += drafter.enumerating(rows, S, self._max_window, self._config.fan_out)
-                else:
-                    result += drafter.programs(rows, S)
-        return result
+            drafter = self._drafter(rollout)
+            if isinstance(drafter, EnumeratingDraftModel):
+                window, fan_out = self._max_window, self._config.fan_out
+                return [*drafter.enumerating(rows, window, fan_out)]
+            return [*drafter.programs(rows)]
 
     def _forget(self) -> None:
         self._start = secrets.token_hex(8)

@@ -88,41 +88,6 @@ class WaitingQueue:
 # --- rows -------------------------------------------------------------------------------
 
 
-def assign(
-    prompts: Sequence[int],
-    free_rows: Sequence[int],
-    held: Held,
-    wanted_later: Collection[int] = (),
-) -> list[int]:
-    """Return a free row for each of `prompts` (of waiting requests, in order).
-
-    A row that holds the prompt is preferred. Rows that hold one of `wanted_later` (prompts of later
-    requests) are given to other prompts last.
-    """
-    wanted = set(prompts)
-    free = sorted(free_rows, key=lambda r: (held[r] in wanted, held[r] in wanted_later, r))
-    holders = dict[int | None, list[int]]()
-    for row in reversed(free):
-        holders.setdefault(held[row], []).append(row)
-    rows = [holders[p].pop() if holders.get(p) else None for p in prompts]
-    taken = set(rows)
-    others = (row for row in free if row not in taken)
-    return [next(others) if row is None else row for row in rows]
-
-
-def assign_continued(waiting: Sequence[PartialRequest], table: SlotTable) -> list[int]:
-    """Return a free row for each waiting request: the row that holds most of its prompt.
-
-    If no row holds a part of the prompt, take the row with the oldest last request.
-    """
-    free = sorted(table.free_rows(), key=lambda r: int(table.entered_B[r]))
-    rows = list[int]()
-    for p in waiting:
-        reusable_R = table.reusable_tokens(p.request, free) if p.kv is None else np.zeros(len(free))
-        rows.append(free.pop(int(np.argmax(reusable_R))))
-    return rows
-
-
 def fills(
     lacking: Mapping[int, int], held: Held, parts: Sequence[int], is_busy: Sequence[bool]
 ) -> tuple[list[tuple[int, int]], list[int]]:
@@ -198,7 +163,7 @@ def rows_to_preempt(table: SlotTable, fetch_tokens: int, budget: int) -> list[in
 # --- pages ------------------------------------------------------------------------------
 
 
-def assign_pages(
+def assign(
     waiting: Sequence[PartialRequest],
     table: SlotTable,
     pages: PageTable,

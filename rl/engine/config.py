@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, Self, get_args
+from typing import Literal, Self
 
 from reprise.rl.gin.values import found_size
 from reprise.spec.buckets import bucket, buckets
 
-FEWEST_POSITIONS = 64  # of a bucket, unless `min_positions` is set
-POSITIONS_MULTIPLE = 128  # the last bucket of positions is a multiple of this
-PART_MULTIPLE = 32  # the other buckets are multiples of this
-POSITION_PARTS = (8, 2)  # divisors of the last bucket that give the other buckets
-CacheKind = Literal["auto", "rows", "pages"]
-MAY_BE_ZERO = ("pages", "min_positions")
-MAX_PAIRS = 12  # pairs of slots and positions
+MAY_BE_ZERO = ("pages", "prefill_chunk_tokens")
+CPU_CHUNK_TOKENS = 64  # padding of a longer chunk costs a CPU more than a second round
+CHUNK_TOKENS = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,28 +22,22 @@ class EngineConfig:
     nodes of a round are a root for each slot, draft tokens and tokens of cached responses:
     `max_round_nodes` caps their sum (never below twice the slots), `max_nodes` the nodes of one
     request. Up to `rounds_per_fetch` rounds without draft tokens from the host run between two
-    fetches. A round also computes `prefill_rows` prompt chunks of `prefill_chunk_tokens` each.
+    fetches. A round also computes `prefill_rows` prompt chunks of `prefill_chunk_tokens` each (0:
+    64 on CPUs, else 512).
 
-    `cache` is "rows" (for each slot a row as long as the longest request), "pages" (of
-    `page_tokens` positions, enough for the tokens of each request) or "auto" (rows on CPUs, else
-    pages). Rows have their full length from the start, since CPUs read live positions only, unless
-    all rows would take more than 1 GiB or `min_positions` is set: then rows start with an eighth,
-    at least `min_positions` (0: 64), and grow to a half and the full length, each with separate
-    programs. Prompt chunks are at most as long as the shortest row. `pages` is the total number of
-    pages (0: the most that all slots can need); if pages run out, the newest requests pause and are
+    The cache has `pages` of `page_tokens` positions (0: as many as all slots can need), and a
+    request holds enough pages for its tokens. If pages run out, the newest requests pause and are
     computed again, with the same tokens. "auto" chooses `slots` and `pages` that fit the device
     memory (`rl.preflight.sizes`).
     """
 
     slots: int | Literal["auto"] = 64
     min_slots: int = 4
-    min_positions: int = 0
     rounds_per_fetch: int = 16
     max_nodes: int = 32
     max_round_nodes: int = 1024
     prefill_rows: int = 4
-    prefill_chunk_tokens: int = 512
-    cache: CacheKind = "auto"
+    prefill_chunk_tokens: int = 0
     page_tokens: int = 128
     pages: int | Literal["auto"] = 0
 
@@ -56,9 +46,6 @@ class EngineConfig:
             value, low = getattr(self, field.name), 0 if field.name in MAY_BE_ZERO else 1
             if isinstance(value, int) and value < low:
                 raise ValueError(f"{field.name} must be at least {low}, got {value}")
-        kinds = get_args(CacheKind)
-        if self.cache not in kinds:
-            raise ValueError(f"cache must be one of {', '.join(kinds)}, got {self.cache!r}")
 
     @property
     def max_slots(self) -> int:
@@ -72,10 +59,6 @@ class EngineConfig:
             for size in (self.max_slots, self.min_slots, self.prefill_rows)
         )
         return dataclasses.replace(self, slots=slots, min_slots=min_slots, prefill_rows=rows)
-
-    def is_paged(self, is_cpu: bool) -> bool:
-        """Return whether the cache is paged on CPUs (`is_cpu`) or on other devices."""
-        return self.cache == "pages" or (self.cache == "auto" and not is_cpu)
 
     def slot_pages(self, longest_tokens: int) -> int:
         """Return the maximum number of pages of a slot."""
@@ -99,15 +82,12 @@ class EngineConfig:
             )
         return pages // ways * ways
 
-    def chunk_tokens(self, longest_tokens: int, is_paged: bool) -> int:
-        """Return the tokens of a chunk, which fits into every bucket of rows and into any slot."""
-        paged_tokens = self.slot_pages(longest_tokens) * self.page_tokens
-        return min(self.prefill_chunk_tokens, paged_tokens if is_paged else self.fewest_positions)
-
-    @property
-    def fewest_positions(self) -> int:
-        """The minimum number of positions of a row."""
-        return self.min_positions or FEWEST_POSITIONS
+    def chunk_tokens(self, longest_tokens: int, *, is_cpu: bool) -> int:
+        """Return the tokens of a chunk, which fits into any slot."""
+        chunk_tokens = self.prefill_chunk_tokens
+        if not chunk_tokens:
+            chunk_tokens = CPU_CHUNK_TOKENS if is_cpu else CHUNK_TOKENS
+        return min(chunk_tokens, self.slot_pages(longest_tokens) * self.page_tokens)
 
     def drawing_chunks(self, num_slots: int, chunk_tokens: int) -> list[int]:
         """Return the chunk counts of passes that draw after each token, smallest first."""
@@ -118,33 +98,6 @@ class EngineConfig:
     def slot_bucket(self, num_requests: int) -> int:
         """Return the bucket of slots that holds `num_requests`, or the largest."""
         return bucket(num_requests, self.min_slots, max(self.max_slots, self.min_slots))
-
-    def position_sizes(self, longest_tokens: int) -> list[int]:
-        """Return the lengths of growing rows, smallest first, for requests of `longest_tokens`.
-
-        Each length needs a program for every batch and round. If devices read dead positions too,
-        rounds read 1.41 times the keys that a request has until it has grown to 18k positions; with
-        all lengths 64 · 2^i the factor would be 1.28.
-        """
-        low = self.fewest_positions
-        if longest_tokens <= low:
-            return [low]
-        last = _rounded_up(longest_tokens, min(low, POSITIONS_MULTIPLE))
-        parts = [_rounded_up(last // part, min(low, PART_MULTIPLE)) for part in POSITION_PARTS]
-        return sorted({last, *(max(low, size) for size in parts)})
-
-    def batch_positions(self, num_slots: int, most_slots: int, longest_tokens: int) -> list[int]:
-        """Return the buckets of positions of `num_slots` rows out of at most `most_slots`.
-
-        If there would be more than `MAX_PAIRS` pairs of sizes, smaller batches start with longer
-        rows. Their total is at least the positions of `most_slots` rows in the smallest bucket.
-        """
-        sizes = self.position_sizes(longest_tokens)
-        drained = buckets(most_slots, self.slot_bucket(1))
-        if len(drained) * len(sizes) <= MAX_PAIRS:
-            return sizes
-        low = sizes[0] * most_slots
-        return [size for size in sizes if size * num_slots >= low] or sizes[-1:]
 
     def node_sizes(self, num_slots: int) -> list[int]:
         """Return the node counts of rounds with draft tokens, smallest first."""

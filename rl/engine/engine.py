@@ -211,7 +211,7 @@ class Engine(ModelRunner):
         start_s, num_programs = self.clock(), compilations.num_programs()
         assert not self._table.chunk_ended_rows(), "each is extended or taken before the next step"
         self._admit()
-        self._preempt()
+        self.make_room()
         self._rows.fit(self._table.num_busy + len(self._waiting), self._waiting.prompts)
         self._rows.copy_prompts()
         table = self._table
@@ -277,8 +277,9 @@ class Engine(ModelRunner):
     def _verifies_in_chunks(self, spec: RolloutSpec, num_slots: int) -> bool:
         """Return whether a rollout verifies cached responses in chunks rather than as nodes."""
         chunk_tokens = self.drawing_chunks(num_slots)[-1] * self.drawing_tokens
-        bucket = num_slots, self.round_positions(num_slots)[0]
-        return spec.times is None or spec.times.chunks_pay(*bucket, chunk_tokens)
+        if spec.times is None:
+            return True
+        return spec.times.chunks_pay(num_slots, self.num_positions, chunk_tokens)
 
     def _chunk_price(self, spec: RolloutSpec) -> ChunkPrice | None:
         """Return the price of passes; None if a rule has to decide, or without measured times."""
@@ -308,7 +309,7 @@ class Engine(ModelRunner):
             rows.decode_cheap(places)
             rows.changed()
 
-    def _preempt(self) -> None:
+    def make_room(self) -> None:
         """Free rows that no longer fit; their requests wait to be recomputed."""
         rows = list[int]()
         if self._kv_tokens < UNLIMITED:

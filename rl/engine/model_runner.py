@@ -16,14 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from reprise.models import kv_cache, layout, paged_cache, sharding, transformer
+from reprise.models import kv_cache, layout, sharding, transformer
 from reprise.models.config import ModelConfig
+from reprise.models.entries import Entries, Kind, Pending, no_pending
+from reprise.models.kv_cache import KVCache
 from reprise.models.layout import CACHE_AXES, ENTRY_AXES, FEATURE_AXES
-from reprise.models.paged_cache import Cache, PagedCache
 from reprise.rl.engine import cache_ops
 from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.lockstep import LaunchRecord, Lockstep
-from reprise.rl.records.trajectory import HostKv, Request, check_requests
+from reprise.rl.records.trajectory import Request, check_requests
 from reprise.rl.runtime import devices
 from reprise.spec.buckets import widest_tree
 from reprise.spec.budget.budget import DraftDecision
@@ -34,7 +35,6 @@ from reprise.spec.page_table import spread
 T = TypeVar("T")
 # jax lists the shards of an array at its first read; concurrent threads can see a partial list
 _placing = threading.Lock()
-ONE_SIZE_BYTES = 2**30  # up to this total size, rows have their full length from the start
 MOST_AT_ONCE = 2  # programs of a CPU; each program uses several cores
 MAX_DRAWING_TOKENS = 32  # of a chunk
 
@@ -43,8 +43,7 @@ MAX_DRAWING_TOKENS = 32  # of a chunk
 class ModelRunner:
     """The shape and settings of a policy on the devices of one worker.
 
-    `before_positions` is called with the positions that a cache in use is about to get.
-    Buckets follow from `longest_tokens` of prompt and response, and from `most_slots` (`expect`).
+    Sizes follow from `longest_tokens` of prompt and response, and from `most_slots` (`expect`).
     Without a mesh, a `device` of None is the process default: arrays on a named device are bound to
     it, and a mixture would compile another program. Hidden states are kept after `feature_layers`
     and after the last layer, unless `feature_layers` is None.
@@ -71,7 +70,6 @@ class ModelRunner:
         self.record = LaunchRecord(self.lockstep)
         self._threads = ThreadPoolExecutor(MOST_AT_ONCE)
         self._held = threading.local()  # per thread: another thread may run rounds
-        self.before_positions: Callable[[int], None] = lambda num_positions: None
         self.first_slots: set[int] = set()  # the buckets that rollouts start in, if set
 
     def check(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
@@ -79,11 +77,9 @@ class ModelRunner:
         check_requests(self.model, requests, sampling)
 
     @property
-    def is_paged(self) -> bool:
-        """Return whether the cache is paged."""
-        # a named kind of cache does not open a device
-        is_cpu = self.config.cache == "auto" and self._first_device.platform == "cpu"
-        return self.config.is_paged(is_cpu)
+    def is_cpu(self) -> bool:
+        """Return whether the devices are CPUs, whose keys are stored transposed."""
+        return self._first_device.platform == "cpu"
 
     @property
     def _first_device(self) -> jax.Device:
@@ -103,50 +99,65 @@ class ModelRunner:
     def kv_tokens(self, num_slots: int, longest_tokens: int) -> int:
         """Return how many positions `num_slots` requests can hold in total, however distributed."""
         needed = num_slots * longest_tokens
-        if not (self.is_paged and self.config.pages):
+        if not self.config.pages:
             return needed
         pages = self.config.num_pages(num_slots, longest_tokens, self.batch_ways)
         return max(longest_tokens, min(needed, (pages - num_slots) * self.config.page_tokens))
 
-    def empty_cache(self, num_slots: int, num_positions: int) -> Cache:
+    @property
+    def slot_pages(self) -> int:
+        """The maximum number of pages of a slot."""
+        return self.config.slot_pages(self.longest_tokens)
+
+    @property
+    def num_positions(self) -> int:
+        """The maximum number of positions of a slot."""
+        return self.slot_pages * self.config.page_tokens
+
+    def empty_cache(self, num_slots: int) -> KVCache:
         """Return an empty cache, allocated shard by shard on these devices."""
-        kind = self.dtype, self.feature_layers
-        if not self.is_paged:
-            return kv_cache.init(self.model, num_slots, num_positions, *kind, self.zero_rows)
-        T = self.config.page_tokens
-        size = num_slots, num_positions // T, self.num_pages, T
-        return paged_cache.init(self.model, *size, *kind, self.zero_rows)
+        return self.cache_of(self.model, num_slots, self.feature_layers)
 
-    def full_cache(self, num_slots: int, num_positions: int) -> Cache:
+    def cache_of(
+        self, model: ModelConfig, num_slots: int, feature_layers: tuple[int, ...] | None = None
+    ) -> KVCache:
+        """Return an empty cache for the policy or a draft `model`."""
+        return kv_cache.init(
+            model,
+            num_slots,
+            self.slot_pages,
+            self.num_pages,
+            self.config.page_tokens,
+            self.dtype,
+            for_cpu=self.is_cpu,
+            feature_layers=feature_layers,
+            zeros=self.zero_pages,
+        )
+
+    def full_cache(self, num_slots: int) -> KVCache:
         """Return an empty cache with all positions readable, to time rounds with."""
-        cache = self.empty_cache(num_slots, num_positions)
-        if isinstance(cache, PagedCache):
-            slots, slot_pages = cache.table_BN.shape
-            table = spread(slots, slot_pages, self.num_pages, self.batch_ways)
-            cache = dataclasses.replace(cache, table_BN=self.put(table))
-        return cache
+        table_BN = spread(num_slots, self.slot_pages, self.num_pages, self.batch_ways)
+        return dataclasses.replace(self.empty_cache(num_slots), table_BN=self.put(table_BN))
 
-    def empty_states(self, num_slots: int, num_positions: int) -> Any:
+    def empty_states(self, num_slots: int) -> Any:
         """Return the hidden states of an empty cache, without its keys and values."""
         assert self.feature_layers is not None, "a cache that keeps none"
         width = self.model.d_model * (len(self.feature_layers) + 1)
-        if not self.is_paged:
-            return self.zero_rows((num_slots, 1, num_positions, width), self.dtype, FEATURE_AXES)
-        T = self.config.page_tokens
-        pages = self.zero_rows((self.num_pages, 1, T, width), self.dtype, FEATURE_AXES)
-        table_BN = self.zero_rows((num_slots, num_positions // T), jnp.int32, (None, None))
-        return paged_cache.PagedStates(pages, table_BN)
+        shape = self.num_pages, 1, self.config.page_tokens, width
+        pages = self.zero_pages(shape, self.dtype, FEATURE_AXES)
+        table_BN = self.zero_pages((num_slots, self.slot_pages), jnp.int32, (None, None))
+        return kv_cache.PagedStates(pages, table_BN)
 
-    def empty_pending(self, num_slots: int) -> kv_cache.Pending:
+    def empty_pending(self, num_slots: int) -> Pending:
         """Return room on these devices for the entries of the largest round."""
         return self._no_pending(self.config.most_nodes(num_slots))
 
-    def empty_entries(self, num_chunks: int, chunk_tokens: int | None = None) -> kv_cache.Entries:
+    def empty_entries(self, num_chunks: int, chunk_tokens: int | None = None) -> Entries:
         """Return zeroed entries for the chunks of a round, on these devices."""
         none = self._no_pending(num_chunks * (chunk_tokens or self.chunk_tokens))
-        return kv_cache.Entries(none.keys, none.values, none.features)
+        return Entries(none.keys, none.values, none.features)
 
-    def _no_pending(self, num_entries: int) -> kv_cache.Pending:
+    def _no_pending(self, num_entries: int) -> Pending:
         def zeros(shape: Sequence[int], dtype: Any) -> Any:
             where = self._whole
             if self.mesh is not None:
@@ -154,12 +165,12 @@ class ModelRunner:
             return self._zeros(shape, dtype, where)
 
         size = num_entries, self.dtype, self.feature_layers
-        return kv_cache.no_pending(self.model, *size, zeros)
+        return no_pending(self.model, *size, zeros)
 
-    def zero_rows(
+    def zero_pages(
         self, shape: Sequence[int], dtype: Any, axes: Sequence[str | None] = CACHE_AXES
     ) -> Any:
-        """Return zeroed keys, values or features of rows; each device makes its shard."""
+        """Return zeroed keys, values or features; each device makes its shard."""
         return self._zeros(shape, dtype, self._cache_sharding(shape, axes))
 
     def _zeros(self, shape: Sequence[int], dtype: Any, where: Sharding | None) -> Any:
@@ -194,36 +205,16 @@ class ModelRunner:
         return _shape(x, NamedSharding(self.mesh, PartitionSpec(*[None] * x.ndim)))
 
     def expect(self, num_requests: int, longest_tokens: int) -> None:
-        """Extend the buckets for `num_requests` requests of `longest_tokens`."""
+        """Extend the sizes for `num_requests` requests of `longest_tokens`."""
         self.longest_tokens = max(self.longest_tokens, longest_tokens)
         self.most_slots = max(self.most_slots, self.config.slot_bucket(num_requests))
-
-    def position_sizes(self, num_slots: int) -> list[int]:
-        """Return the buckets of positions of `num_slots` rows, smallest first."""
-        sizes = self.config.batch_positions(num_slots, self.most_slots, self.longest_tokens)
-        return sizes if self._rows_grow(sizes[-1]) else sizes[-1:]
-
-    def _rows_grow(self, num_positions: int) -> bool:
-        """Return whether rows start shorter than their full length of `num_positions`."""
-        if self.config.min_positions:
-            return True
-        model, states = self.model, 0
-        if self.feature_layers is not None:
-            states = model.d_model * (len(self.feature_layers) + 1)
-        numbers = 2 * model.num_layers * model.num_kv_heads * model.head_dim + states
-        row_bytes = num_positions * numbers * self.dtype.itemsize
-        return self.most_slots * row_bytes > ONE_SIZE_BYTES
-
-    def round_positions(self, num_slots: int) -> list[int]:
-        """Return the positions of rounds of `num_slots`, smallest first; a single one for pages."""
-        if self.is_paged:
-            return [self.config.slot_pages(self.longest_tokens) * self.config.page_tokens]
-        return self.position_sizes(num_slots)
 
     @property
     def chunk_tokens(self) -> int:
         """The number of prompt tokens that a round computes in one chunk."""
-        return self.config.chunk_tokens(self.longest_tokens, self.is_paged)
+        # a set number of tokens does not open a device
+        is_cpu = not self.config.prefill_chunk_tokens and self.is_cpu
+        return self.config.chunk_tokens(self.longest_tokens, is_cpu=is_cpu)
 
     @property
     def drawing_tokens(self) -> int:
@@ -257,58 +248,11 @@ class ModelRunner:
         needed = self.config.slot_bucket(num_requests)
         return min((B for B in self.first_slots if B >= needed), default=needed)
 
-    def copy_rows(
-        self, cache: kv_cache.KVCache, copies: Sequence[tuple[int, int]], num_tokens: int
-    ) -> kv_cache.KVCache:
-        """Copy the first `num_tokens` positions of rows, (from, to)."""
-        pairs = _pairs(copies, cache.num_slots)
-        return cache_ops.copy_rows(cache, *pairs, np.int32(num_tokens))
-
     def no_chunks(self, num_chunks: int, chunk_tokens: int | None = None) -> np.ndarray:
         """Return a table for `Chunks.of_table` with nothing but padding."""
         table_TX = np.zeros((num_chunks, 2 + (chunk_tokens or self.chunk_tokens)), np.int32)
         table_TX[:, 0] = -1
         return table_TX
-
-    def insert_kv(
-        self, cache: kv_cache.KVCache, entering: Sequence[tuple[HostKv, int]]
-    ) -> kv_cache.KVCache:
-        """Write host keys and values to the given rows, `prefill_rows` rows per call."""
-        B, P = cache.num_slots, self.config.prefill_rows
-        sizes = self.config.position_sizes(self.longest_tokens)
-        for first in range(0, len(entering), P):
-            kvs, rows = zip(*entering[first : first + P], strict=True)
-            num_tokens = max(kv.num_tokens for kv in kvs)
-            T = min(s for s in (*sizes, cache.num_positions) if s >= num_tokens)
-            new = kv_cache.map_arrays(self.put_kv, cache_ops.stacked(kvs, P, T))
-            cache = cache_ops.insert_rows(cache, new, *_pairs(list(enumerate(rows)), B))
-        return cache
-
-    def read_kv(
-        self, cache: kv_cache.KVCache, rows: Sequence[int], num_tokens: Sequence[int]
-    ) -> list[HostKv]:
-        """Return keys and values of the first `num_tokens` tokens of rows, on the host."""
-        P, result = self.config.prefill_rows, list[HostKv]()
-        for first in range(0, len(rows), P):
-            row_P, some = np.zeros(P, np.int32), slice(first, first + P)
-            row_P[: len(rows[some])] = rows[some]
-            places = self.put(row_P), num_tokens[some]
-            result += cache_ops.read_rows(cache, *places, self.readable)
-        return result
-
-    def copy_states(
-        self, cache: kv_cache.KVCache, row: int, num_tokens: int
-    ) -> list[tuple[int, jax.Array]]:
-        """Return device copies of the hidden states of the first tokens of a row (`Ended`)."""
-        [features_B1SW], S = cache.features, cache.num_positions
-        C = min(cache_ops.STATE_COPY_TOKENS, S)
-        starts = [min(start, S - C) for start in range(0, num_tokens, C)]
-
-        def copied(at: int) -> jax.Array:
-            place = np.int32(row), np.int32(at)
-            return cache_ops.copy_states(features_B1SW, *place, num_tokens=C)
-
-        return [(at, self.readable(copied(at))) for at in starts]
 
     def decode_options(self, scheme: Draw) -> dict[str, Any]:
         """Return the static arguments of `decode_rounds`."""
@@ -390,8 +334,8 @@ class ModelRunner:
         shardings = sharding.param_shardings(self.mesh, transformer.param_specs(model))
         return jax.tree.map(_shape if self.makes_shapes else sharding.put, params, shardings)
 
-    def put_kv(self, x: np.ndarray, kind: kv_cache.Kind) -> jax.Array:
-        """Put keys, values or features of rows, sharded like a cache."""
+    def put_kv(self, x: np.ndarray, kind: Kind) -> jax.Array:
+        """Put keys, values or features, sharded like a cache."""
         return sharding.put(x, self._cache_sharding(x.shape, kind.axes))
 
     def _cache_sharding(self, shape: Sequence[int], axes: Sequence[str | None]) -> Sharding | None:
@@ -405,8 +349,8 @@ class ModelRunner:
 
         On a mesh, devices would run the programs of two threads in different orders.
         """
-        is_cpu = self.mesh is None and self._first_device.platform == "cpu"
-        return min(MOST_AT_ONCE, os.cpu_count() or 1) if is_cpu else 1
+        is_one_cpu = self.mesh is None and self.is_cpu
+        return min(MOST_AT_ONCE, os.cpu_count() or 1) if is_one_cpu else 1
 
     def at_once(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Return the results of independent calls; on a CPU, threads let the calls overlap."""
@@ -430,12 +374,3 @@ def _shape(x: Any, where: Sharding | None) -> Any:
     """Return the shape of an array with this sharding, or uncommitted (None)."""
     aval = jax.typeof(x)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=where, weak_type=aval.weak_type)
-
-
-def _pairs(
-    pairs: Sequence[tuple[int, int]], num_slots: int
-) -> tuple[np.ndarray, np.ndarray, np.int32]:
-    """Return sources and targets, padded to one entry per slot, and their number."""
-    table = np.zeros((2, num_slots), np.int32)
-    table[:, : len(pairs)] = np.asarray(pairs, np.int32).T
-    return table[0], table[1], np.int32(len(pairs))

@@ -1,4 +1,4 @@
-"""The cache of worker slots in pages; a request holds pages for its tokens only.
+"""The pages of worker slots; a request holds pages for its tokens only.
 
 Free rows keep the pages of their prompt until other rows need the pages. If pages run out, the
 newest requests leave, wait, and are computed again.
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from reprise.models import kv_cache
-from reprise.models.paged_cache import PagedCache
+from reprise.models.kv_cache import KVCache
 from reprise.rl.engine import admission, cache_ops
 from reprise.rl.engine.model_runner import ModelRunner
 from reprise.rl.engine.slot_table import SlotTable
@@ -22,11 +22,11 @@ from reprise.spec.page_table import PageTable
 
 
 class PageMemory:
-    """Pages and their table; `rl.engine.row_memory.RowMemory` has the same methods for rows."""
+    """The pages of a cache and their table."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self.cache: PagedCache | None = None
+        self.cache: KVCache | None = None
         self._pages = PageTable(0, 0, 0, runner.config.page_tokens)
         self._stale = False  # the table on the device is outdated
         self._wanted_later: Collection[int] = ()
@@ -34,7 +34,7 @@ class PageMemory:
         self._fetch_tokens = 0
 
     @property
-    def held(self) -> PagedCache:
+    def held(self) -> KVCache:
         assert self.cache is not None
         if self._stale:
             table_BN = self._runner.put(self._pages.pages_BN.copy())
@@ -42,18 +42,19 @@ class PageMemory:
             self._stale = False
         return self.cache
 
+    @property
+    def num_positions(self) -> int:
+        """The maximum number of positions of a row."""
+        return self._pages.pages_BN.shape[1] * self._pages.page_tokens
+
     def reset(self, num_slots: int) -> None:
         """Start with no page in use; keep a cache of the same size."""
-        runner, held = self._runner, self.cache
-        [num_positions] = runner.round_positions(num_slots)
-        size = runner.num_pages, runner.config.page_tokens
-        if held is None or held.values[0].shape[::2] != size:
-            self.cache = held = None  # free the old cache before the allocation
-            cache = runner.empty_cache(num_slots, num_positions)
-            assert isinstance(cache, PagedCache)
-            self.cache = cache
-        T = runner.config.page_tokens
-        self._pages = PageTable(num_slots, num_positions // T, size[0], T, runner.batch_ways)
+        runner = self._runner
+        num_pages, T = runner.num_pages, runner.config.page_tokens
+        if self.cache is None or self.cache.values[0].shape[::2] != (num_pages, T):
+            self.cache = None  # free the old cache before the allocation
+            self.cache = runner.empty_cache(num_slots)
+        self._pages = PageTable(num_slots, runner.slot_pages, num_pages, T, runner.batch_ways)
         self._stale = True
 
     # -- assignment and preemption -----------------------------------------------------
@@ -69,7 +70,7 @@ class PageMemory:
 
         A single request always fits.
         """
-        return admission.assign_pages(waiting, table, self._pages, fetch_tokens, wanted_later)
+        return admission.assign(waiting, table, self._pages, fetch_tokens, wanted_later)
 
     def make_room(
         self, table: SlotTable, fetch_tokens: int, wanted_later: Collection[int]
@@ -91,7 +92,7 @@ class PageMemory:
             if row in leaving:
                 continue
             part, waits = self._pages.part_of(row), self._waits(table, row, older)
-            while not waits and not self._reserve(row, int(needed_B[row])):
+            while not waits and not self.reserve(row, int(needed_B[row])):
                 if self._forget_prompt(table, part):
                     continue
                 newest = next(r for r in reversed(oldest) if self._leaves(r, row, part, leaving))
@@ -154,7 +155,8 @@ class PageMemory:
 
     # -- reserve, share, release -------------------------------------------------------
 
-    def _reserve(self, row: int, num_tokens: int) -> bool:
+    def reserve(self, row: int, num_tokens: int) -> bool:
+        """Reserve pages for `num_tokens` tokens of a row; return False, unchanged, if too few."""
         held = self._pages.held_B[row]
         done = self._pages.reserve(row, num_tokens)
         self._stale |= self._pages.held_B[row] != held
@@ -184,12 +186,12 @@ class PageMemory:
                 source = max(holders, key=lambda r: table.busy_B[r])
                 pages.share(source, row, full * pages.page_tokens)
                 self._shared[row] = full
-            while not self._reserve(row, kv.num_tokens):
+            while not self.reserve(row, kv.num_tokens):
                 has_released = self._forget_prompt(table, part, last_resort=True)
                 assert has_released, f"no pages for what row {row} brings: {self.books(table)}"
 
-    def reserve(self, tokens_B: np.ndarray, least_positions: int = 0) -> None:
-        """Check that rows have pages for `tokens_B` positions; rows without pages may wait."""
+    def check(self, tokens_B: np.ndarray) -> None:
+        """Assert that rows have pages for `tokens_B` positions; rows without pages may wait."""
         has_pages_B = self._pages.held_B > 0
         assert not (self._short_B(tokens_B) & has_pages_B).any(), "a row outgrew its pages"
 
@@ -264,7 +266,7 @@ class PageMemory:
         needed = int(admission.needed_B(table, self._fetch_tokens)[row])
         while True:
             copied = self._pages.share(source, row, int(table.prompt_tokens_B[row]) - 1)
-            if copied is not None and self._reserve(row, needed):
+            if copied is not None and self.reserve(row, needed):
                 return copied
             self._release(row)
             if not self._forget_prompt(table, part, source=source, last_resort=is_oldest):
@@ -280,8 +282,8 @@ class PageMemory:
             pages = self._pages.pages_of(row, kv.num_tokens).tolist()
             for first in range(self._shared.get(row, 0), len(pages), cache_ops.PAGES_AT_ONCE):
                 some = pages[first : first + cache_ops.PAGES_AT_ONCE]
-                new = cache_ops.pages_of_host(kv, first, self._pages.page_tokens)
-                new = jax.tree.map(lambda x: runner.put_kv(x, kv_cache.VALUES), new)
+                new = cache_ops.pages_of_host(kv, first, cache)
+                new = kv_cache.map_arrays(runner.put_kv, new)
                 cache = cache_ops.insert_pages(cache, new, runner.put(_padded(some)))
         self.cache = dataclasses.replace(cache, table_BN=table_BN)
 
@@ -295,7 +297,7 @@ class PageMemory:
                 some = self._runner.put(_padded(pages[first : first + cache_ops.PAGES_AT_ONCE]))
                 read = cache_ops.read_pages(cache, some)
                 parts.append(jax.tree.map(self._runner.readable, read))
-            result.append(cache_ops.host_of_pages(jax.device_get(parts), tokens, cache))
+            result.append(cache_ops.host_of_pages(jax.device_get(parts), tokens))
         return result
 
     def copy_states(self, row: int, num_tokens: int) -> list[tuple[int, jax.Array]]:
@@ -337,7 +339,7 @@ class PageMemory:
         self._stale = True
 
 
-def _tableless(cache: PagedCache) -> PagedCache:
+def _tableless(cache: KVCache) -> KVCache:
     """Return the cache without its table, so that programs do not depend on the number of slots."""
     return dataclasses.replace(cache, table_BN=None)
 

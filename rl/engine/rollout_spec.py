@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from reprise.models.paged_cache import Cache
+from reprise.models.kv_cache import KVCache
 from reprise.models.token_bytes import TokenBytes
 from reprise.models.transformer import Params
 from reprise.rl.engine.ending import Endings, padded_ids
@@ -39,13 +39,13 @@ class CachedStates:
     """The hidden states in the cache of a worker; `empty` states are for compiling programs."""
 
     runner: ModelRunner
-    cache: Callable[[], Cache]
+    cache: Callable[[], KVCache]
 
     def array(self) -> Any:
         return self.cache().states
 
-    def empty(self, num_slots: int, num_positions: int) -> Any:
-        return self.runner.empty_states(num_slots, num_positions)
+    def empty(self, num_slots: int) -> Any:
+        return self.runner.empty_states(num_slots)
 
 
 Drafting = tuple[Drafter | None, Budget | None]

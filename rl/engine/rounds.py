@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from reprise.models.kv_cache import Entries
+from reprise.models.entries import Entries
 from reprise.rl.engine.model_runner import ModelRunner
 from reprise.rl.engine.rollout_spec import RolloutSpec
 from reprise.rl.engine.slot_cache import NextDraws, SlotCache
@@ -262,7 +262,7 @@ class Rounds:
         rounds = min(max_rounds, int(left_B.max()))
         # a slot that finishes early stops writing
         max_B = np.where(table.busy_B, table.cached_tokens_B + np.minimum(left_B, rounds), 0)
-        self._rows.reserve(max_B)
+        self._rows.check(max_B)
         live_B = table.live_B
         result = self.compute_prompts(rounds, until_drafts=waits)
         beside_prompts = len(result)
@@ -300,8 +300,8 @@ class Rounds:
         left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
         gain_B = np.minimum(left_B, options["shape"].tree_nodes)
         max_B = np.where(table.busy_B, table.cached_tokens_B + gain_B, 0)
-        rows.reserve(max_B, drafter.num_positions)
-        inputs = drafter.enter_rounds(live, decision.tree_tokens, rows.num_positions)
+        rows.check(max_B)
+        inputs = drafter.enter_rounds(live, decision.tree_tokens)
         # the likeliest n draft tokens are at most n deep
         depth = min(inputs.depth, decision.tree_tokens)
         limits_4 = [decision.num_rounds, *limits, depth]

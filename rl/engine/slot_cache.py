@@ -1,7 +1,7 @@
 """The slot table on the host, the memory of the slots on the device, and operations on both.
 
-The host table is authoritative; the device has the cache, in rows or pages (`rl.engine.row_memory`,
-`rl.engine.page_memory`), and a copy of the table, made again when the host has changed the table.
+The host table is authoritative; the device has the cache (`rl.engine.page_memory`) and a copy of
+the table, made again when the host has changed the table.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from reprise.models import kv_cache
-from reprise.models.paged_cache import Cache
+from reprise.models.entries import Entries, Pending
+from reprise.models.kv_cache import KVCache
 from reprise.rl.engine import admission, cache_ops
 from reprise.rl.engine.model_runner import ModelRunner
 from reprise.rl.engine.page_memory import PageMemory
-from reprise.rl.engine.row_memory import RowMemory
 from reprise.rl.engine.slot_table import SlotTable
 from reprise.rl.engine.state_delivery import Ended, StateDelivery
 from reprise.rl.records.trajectory import PartialRequest
@@ -34,19 +33,14 @@ class NextDraws(NamedTuple):
     is_beside: bool
 
 
-def open_memory(runner: ModelRunner) -> RowMemory | PageMemory:
-    """Return the memory for the slots of a worker, in pages or rows."""
-    return PageMemory(runner) if runner.is_paged else RowMemory(runner)
-
-
 class SlotCache:
     """A slot table and its cache, with buffers that are kept for the lifetime of an engine."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.table = SlotTable(0, 0)
-        self._memory_now: RowMemory | PageMemory | None = None
-        self._pending: kv_cache.Pending | None = None  # entries that the last round left to write
+        self._memory = PageMemory(runner)
+        self._pending: Pending | None = None  # entries that the last round left to write
         self._waits = False  # whether entries are pending
         self._slots: Slots | None = None  # None: the host has changed the table
         self._joining: set[int] = set()  # rows that take part from the next round on
@@ -55,48 +49,37 @@ class SlotCache:
         return len(self.table)
 
     @property
-    def _memory(self) -> RowMemory | PageMemory:
-        """The memory of the slots; the first access opens the devices."""
-        if self._memory_now is None:
-            self._memory_now = open_memory(self._runner)
-        return self._memory_now
-
-    @property
-    def cache(self) -> Cache:
+    def cache(self) -> KVCache:
         """The cache with all pending entries written."""
         return self._settled().held
 
-    def _settled(self) -> RowMemory | PageMemory:
+    def _settled(self) -> PageMemory:
         cache, pending = self.for_round()
         if self._waits:
             self._memory.cache, self._pending = settle(cache, pending)
             self._waits = False
         return self._memory
 
-    def for_round(self) -> tuple[Cache, kv_cache.Pending]:
+    def for_round(self) -> tuple[KVCache, Pending]:
         """Return the cache, with room for the pending entries, and the pending entries."""
         table = self.table
-        self.reserve(np.where(table.busy_B, table.known_tokens_B, 0))
+        self.check(np.where(table.busy_B, table.known_tokens_B, 0))
         assert self._pending is not None
         return self._memory.held, self._pending
 
-    def reserve(self, tokens_B: np.ndarray, least_positions: int = 0) -> None:
-        """Make room for `tokens_B` positions in each row, and for at least `least_positions`."""
-        before = self.num_positions
-        self._memory.reserve(tokens_B, least_positions)
-        if self.num_positions != before:
-            self._slots = None
+    def check(self, tokens_B: np.ndarray) -> None:
+        """Assert that each row has room for `tokens_B` positions."""
+        self._memory.check(tokens_B)
 
     @property
     def num_positions(self) -> int:
-        cache = self._memory.cache
-        assert cache is not None
-        return cache.num_positions
+        """The maximum number of positions of a row."""
+        return self._memory.num_positions
 
     def stepped(
         self,
-        cache: Cache,
-        pending: kv_cache.Pending,
+        cache: KVCache,
+        pending: Pending,
         slots: Slots,
         *,
         waits: bool = True,
@@ -203,7 +186,7 @@ class SlotCache:
         if price is not None and table.num_prompts_missing > int(table.live_B.sum()):
             if self.ready():
                 return None  # rounds compute prompts too, passes do not
-        if len(decoding) and may_return and not self._runner.is_paged:
+        if len(decoding) and may_return:
             return self._priced([*rows, *decoding.tolist()], rows)
         if not rows:
             ready = table.live_B.any() or self.ready() or not table.num_busy
@@ -233,9 +216,14 @@ class SlotCache:
         taken = [rows[i] for i in order[:count].tolist()]
         self.decode_instead([row for row in verifying if row not in taken])
         for row in set(taken).difference(verifying):
-            table.verify_again(row)
-            self.changed()
-        return None if chosen is None else NextDraws(taken, chosen.is_beside)
+            if self._memory.reserve(row, table.tokens_if_verified(row)):
+                table.verify_again(row)
+                self.changed()
+            else:
+                taken.remove(row)
+        if chosen is None or not taken:
+            return None
+        return NextDraws(taken, chosen.is_beside)
 
     def decode_cheap(self, rows: Sequence[int]) -> None:
         """Have entering rows decode if even a full pass of such rows would not pay."""
@@ -315,7 +303,7 @@ class SlotCache:
         parts = self._memory.parts(len(table))
         return admission.fills(missing, table.prompts, parts, table.busy_B.tolist())
 
-    def write_chunks(self, entries: kv_cache.Entries, chunks_TX: np.ndarray) -> int:
+    def write_chunks(self, entries: Entries, chunks_TX: np.ndarray) -> int:
         """Write the chunk entries of a round; return how many of their tokens rows lacked."""
         chunks = self._runner.argument(chunks_TX)
         self._memory.cache = cache_ops.write_chunks(self._memory.held, entries, chunks)

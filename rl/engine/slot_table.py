@@ -227,6 +227,12 @@ class SlotTable:
         self.cached.watch(row)
         self.missing_tokens_B[row] = int(self.known_tokens_B[row]) - held
 
+    def tokens_if_verified(self, row: int) -> int:
+        """Return the positions that a row needs if it verifies all of its cached tokens."""
+        assert self.cached is not None
+        kept_tokens = min(int(self.cached.end_B[row]), int(self.limit_B[row]))
+        return int(self.prompt_tokens_B[row]) + kept_tokens
+
     def verify_again(self, row: int) -> None:
         """Have a decoding row verify the rest of its cached tokens in chunks."""
         assert self.cached is not None

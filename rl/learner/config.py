@@ -181,12 +181,12 @@ def why_other_bits(model: ModelConfig, tensor_ways: int) -> str | None:
 
 
 def why_other_bits_on_accelerators(
-    platform: str, model: ModelConfig, tensor_ways: int, dtype: Any, page_tokens: int | None
+    platform: str, model: ModelConfig, tensor_ways: int, dtype: Any, page_tokens: int
 ) -> str | None:
     """Return why passes on the TPUs or GPUs in use compute different bits.
 
     Returns None if all passes sum in one order. The heads of the trained weights are split
-    `tensor_ways`; the cache of an engine has pages of `page_tokens`, or rows if it is None.
+    `tensor_ways`; the cache of an engine has pages of `page_tokens`.
     """
     import jax.numpy as jnp
 
@@ -200,8 +200,6 @@ def why_other_bits_on_accelerators(
         return "expected GPUs of compute capability 9, got others"
     if reason := _split_heads(model, tensor_ways):
         return reason
-    if page_tokens is None:
-        return "expected Engine.cache='pages', got rows"
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"expected Trainer.compute_dtype=bfloat16, got {jnp.dtype(dtype).name}"
     kernel = page_attention_tpu if is_tpu else page_attention_gpu

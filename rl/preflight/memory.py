@@ -17,8 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from reprise.models import hf, kv_cache, paged_cache
+from reprise.models import hf, kv_cache
 from reprise.models.config import ModelConfig, param_specs, trained_specs
+from reprise.models.entries import no_pending
 from reprise.models.layout import CACHE_AXES, ENTRY_AXES, axis_ways, rollout_tensor, shard_shape
 from reprise.rl.assembly.first_programs import evaluation_engine, rollout_reach
 from reprise.rl.engine import cache_ops
@@ -251,12 +252,17 @@ def _rollouts(
     feature_layers = None if shape is None else shape.feature_layers
 
     def cache(of: ModelConfig, features: tuple[int, ...] | None = None) -> Any:
-        if not engine.is_paged(is_cpu):
-            positions = engine.position_sizes(max_tokens)[-1]
-            return kv_cache.init(of, slots, positions, dtype, features, mesh.zeros)
-        slot_pages, tokens = engine.slot_pages(max_tokens), engine.page_tokens
-        pages = engine.num_pages(slots, max_tokens, ways)
-        return paged_cache.init(of, slots, slot_pages, pages, tokens, dtype, features, mesh.zeros)
+        return kv_cache.init(
+            of,
+            num_slots=slots,
+            slot_pages=engine.slot_pages(max_tokens),
+            num_pages=engine.num_pages(slots, max_tokens, ways),
+            page_tokens=engine.page_tokens,
+            dtype=dtype,
+            for_cpu=is_cpu,
+            feature_layers=features,
+            zeros=mesh.zeros,
+        )
 
     num_nodes = engine.most_nodes(slots)
     table = [
@@ -267,7 +273,7 @@ def _rollouts(
     arrays = {
         "rollout weights": mesh.params(param_specs(model), dtype),
         "keys and values": cache(model, feature_layers),
-        "entries that wait to be written": kv_cache.no_pending(
+        "entries that wait to be written": no_pending(
             model, num_nodes, dtype, feature_layers, mesh.entries
         ),
         "slots": jax.eval_shape(cache_ops.make_slots, *table),

@@ -188,7 +188,7 @@ class RunPrograms:
         num_tokens = _num_tokens(named) if step in WHOLE_MODEL else 0
         verifies = step is verify_round and named["chunks_TX"] is not None
         kind = step.__name__ + (" beside prompts" if verifies else "")
-        sizes = _sizes(named, program.num_positions)
+        sizes = _sizes(named)
         lower = partial(self._lowered, program)
         return RunProgram(ROLLOUTS, kind, sizes, lower, held_bytes, num_bytes(args), num_tokens)
 
@@ -222,14 +222,16 @@ def _num_tokens(named: dict[str, Any]) -> int:
     return num_nodes + (0 if chunks is None else chunks.shape[0] * (chunks.shape[1] - 2))
 
 
-def _sizes(named: dict[str, Any], num_positions: int) -> str:
+def _sizes(named: dict[str, Any]) -> str:
     """Return a text that names the sizes of a rollout program."""
     nodes, slots = named.get("nodes_5M"), 0
     if "slots" in named:
         slots = named["slots"].active.shape[0]
     slots = getattr(named.get("cache"), "num_slots", slots)
     sizes = {"slots": slots, "nodes": 0 if nodes is None else nodes.shape[1]}
-    sizes["positions"] = num_positions
+    cache = named.get("cache")
+    if cache is not None and cache.table_BN is not None:
+        sizes["positions"] = cache.num_positions
     return ", ".join(f"{size} {name}" for name, size in sizes.items() if size)
 
 

@@ -69,7 +69,6 @@ class _Search:
         self._min_slots = config.engine.min_slots
         small = {SLOTS: self._min_slots, PAGES: 0, MICRO_BATCH: 1}
         run = fitting.programs(config.with_sizes({n: small[n] for n in self._open}), model)
-        self._is_paged = run.engine.is_paged
         self._ways, row_ways = run.engine.batch_ways, axis_ways(run.mesh.shape, "batch")
         bounds = rollout_reach(config)
         self._max_tokens = bounds.max_prompt_tokens + config.sampling.max_any_new_tokens
@@ -81,7 +80,7 @@ class _Search:
         pages = self._ways * 2 * (run.engine.config.slot_pages(self._max_tokens) + 1)
         self._sizes = {
             SLOTS: bucket(requests, self._min_slots, max(MAX_SLOTS, self._min_slots)),
-            PAGES: pages if self._is_paged else 0,
+            PAGES: pages,
             MICRO_BATCH: self._row_tokens * rows,
         }
 
@@ -89,9 +88,9 @@ class _Search:
         fit = self._fitting.fit(self._trial, self._model)
         while fit.peak_bytes > self._limit_bytes and self._shrink(fit.peak[2].program.part):
             fit = self._refit(fit)
-        while self._is_paged and not self._is_filled(fit) and self._halve(SLOTS, self._min_slots):
+        while not self._is_filled(fit) and self._halve(SLOTS, self._min_slots):
             fit = self._refit(fit)
-        if self._is_paged and PAGES in self._open:
+        if PAGES in self._open:
             self._sizes[PAGES] = self._pages_that_fit(fit)
         return self._sizes
 
@@ -114,7 +113,7 @@ class _Search:
         """Halve a size that affects programs of `part` or resident arrays; False if impossible."""
         if part == TRAINING and self._halve(MICRO_BATCH, self._row_tokens, self._row_tokens):
             return True
-        return (part == ROLLOUTS or not self._is_paged) and self._halve(SLOTS, self._min_slots)
+        return part == ROLLOUTS and self._halve(SLOTS, self._min_slots)
 
     def _halve(self, name: str, minimum: int, multiple: int = 1) -> bool:
         """Halve a size if it is open and above its minimum; return whether the size changed."""

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from reprise.models.config import ModelConfig
-from reprise.models.kv_cache import KVCache
+from reprise.models.entries import Entries
 from reprise.spec.config import SamplingConfig
 from reprise.spec.reuse.rollout_cache import CachedResponse
 
@@ -113,13 +113,13 @@ class Prefix:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostKv:
-    """Cache entries for all tokens of a request but the last: host arrays without a slot axis."""
+    """Cache entries for all tokens of a request but the last, by position: host arrays."""
 
-    entries: KVCache
+    entries: Entries
 
     @property
     def num_tokens(self) -> int:
-        return self.entries.values[0].shape[1]
+        return len(self.entries.values[0])
 
     @property
     def num_bytes(self) -> int:

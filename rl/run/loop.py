@@ -26,7 +26,7 @@ from reprise.rl.records.packing import Shape
 from reprise.rl.run.evaluation import RunEvaluation
 from reprise.rl.run.run_checkpoint import RunCheckpointer, committed, resume
 from reprise.rl.runtime.progress import Progress
-from reprise.rl.runtime.run_files import CHECKPOINTS, METRICS_FILE, ROUNDS_FILE
+from reprise.rl.runtime.run_files import CHECKPOINTS, METRICS_FILE
 from reprise.rl.runtime.signals import SAVING, Stopped, Watch
 from reprise.rl.runtime.waits import Deadline
 from reprise.rl.settings.config import RunConfig, TrainConfig
@@ -79,7 +79,6 @@ def train(
             saving = Timings(clock, partial(begins, position.step))
             run.save_if_due(position.step, record, saving)
             step_s = timings.total_s - timings.before_s + saving.total_s
-            finish_warm_up(system, state, folder)
             run.checkpointer.evaluate_with(run.evaluation)
             num_skipped = _in_a_row(num_skipped, row, position.step)
             learning.after(position.step, row, record.missing)
@@ -227,20 +226,6 @@ def open_rollouts(
             yield StepRollouts(engine)
     else:  # also a process without workers
         yield StepRollouts()
-
-
-def finish_warm_up(system: System, state: TrainState, folder: Path) -> None:
-    """Compile and time the programs that the first step did not need."""
-    if system.longer is not None and not system.longer.done:
-        finish = partial(
-            system.longer.finish,
-            system.weights(state.params),
-            folder / ROUNDS_FILE,
-            system.speculation.times,
-            speculation=system.speculation.config,
-            processes=system.processes,
-        )
-        system.engine.do(finish)
 
 
 def _begins(show: Progress, watch: Watch, step: int, part: str) -> None:

@@ -145,7 +145,6 @@ class DraftModel:
             dataclasses.replace(self.model, unused_ids=runner.model.unused_ids),
             self._params_on(runner),
             ChainConfig(
-                chunk_tokens=min(ChainConfig.chunk_tokens, runner.config.fewest_positions),
                 max_draft_tokens=max_depth,
                 min_prob=config.min_prob,
             ),

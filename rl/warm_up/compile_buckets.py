@@ -1,8 +1,7 @@
 """Compile the programs of rollouts before the first step; later steps compile nothing.
 
 Each program is lowered on the shapes of engine arrays, compiled in a thread, then run once on idle
-slots, which proves that calls find the compiled program. With one engine, the programs of longer
-responses follow after the first step (`LongerBuckets`).
+slots, which proves that calls find the compiled program.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,16 +16,13 @@ import numpy as np
 
 from reprise.models import transformer
 from reprise.models.transformer import Params
-from reprise.rl.cluster.processes import ALONE, Processes
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
 from reprise.rl.records.trajectory import Request
 from reprise.rl.runtime.parallel_compile import OnCompiled, compile_all, unwatched
-from reprise.rl.runtime.signals import COMPILING, Watch
 from reprise.rl.speculation.config import SpeculationConfig
 from reprise.rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters, DrafterSource
 from reprise.rl.speculation.sources import Speculation
-from reprise.rl.warm_up import round_times
 from reprise.rl.warm_up.rollout_programs import WHOLE_MODEL, Pool, Program, Reach
 from reprise.spec.budget.budget import SeeingBudget
 from reprise.spec.budget.config import TunerConfig
@@ -105,89 +100,6 @@ def num_whole_model(engine: Engine, sampling: SamplingConfig, reach: Reach) -> i
     weights: Any = None  # no program arguments are made
     pool = Pool(engine, weights, sampling, reach)
     return sum(program.step in WHOLE_MODEL for program in (*pool.plain(), *pool.trees()))
-
-
-class LongerBuckets:
-    """The warm-up of one engine that compiles longer buckets of positions after the first step.
-
-    Longer buckets are compiled after the rewards of the first step are shown, or earlier once a
-    response grows into such a bucket. `on_compiled` is called during compilation, and may raise.
-    Between the two parts only shapes of the weights are kept, since training may donate the
-    weights.
-    """
-
-    def __init__(self, pool: Pool, watch: Watch, on_compiled: OnCompiled = unwatched) -> None:
-        sizes = [pool.engine.round_positions(B) for B in pool.slots]
-        prompt = pool.reach.max_prompt_tokens
-        # the positions that rollouts start with, for any number of slots
-        self.max_positions = limit = max(
-            next((s for s in some if s > prompt), some[-1]) for some in sizes
-        )
-        self.done = False
-        self._pool, self._watch, self._on_compiled = pool, watch, on_compiled
-        programs = pool.programs()
-        self._first = [program for program in programs if program.num_positions <= limit]
-        self._longer = [program for program in programs if program.num_positions > limit]
-        self._compiled = False
-
-    def warm_up(self, on_compiled: OnCompiled = unwatched, others: Sequence[Any] = ()) -> None:
-        """Compile and run programs of up to `max_positions`, like the function `warm_up`."""
-        pool = self._pool
-        compile_programs(pool.engine, self._first, on_compiled, others)
-        run_once(pool.engine, self._first)
-        pool.params = jax.tree.map(_shape, pool.params)
-        pool.engine.before_positions = self._before_positions
-
-    def _before_positions(self, num_positions: int) -> None:
-        if num_positions > self.max_positions:
-            self._compile()
-
-    def _compile(self) -> None:
-        if self._longer and not self._compiled:
-            with self._watch.within(COMPILING):
-                compile_programs(self._pool.engine, self._longer, self._on_compiled)
-        self._compiled = True
-
-    def finish(
-        self,
-        params: Params,
-        path: Path,
-        times: RoundTimes | None,
-        *,
-        speculation: SpeculationConfig = round_times.TEXT_DRAFTS,
-        processes: Processes = ALONE,
-    ) -> None:
-        """Compile and run the longer buckets; measure their rounds for `times`, unless it is None.
-
-        The table is written to `path`, as in `rl.warm_up.round_times.load_or_measure`.
-        """
-        if self.done:
-            return
-        self._compile()
-        pool = self._pool
-        with self._watch.within(COMPILING):
-            placed = pool.params = pool.engine.place(params)
-            run_once(pool.engine, self._longer)
-            if times is not None:
-                round_times.complete(
-                    path,
-                    times,
-                    pool.engine,
-                    placed,
-                    pool.sampling,
-                    pool.reach,
-                    self.max_positions,
-                    speculation=speculation,
-                    processes=processes,
-                )
-        pool.params = jax.tree.map(_shape, placed)
-        self.done = True
-
-
-def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """Return the shape of an array, for lowering a step."""
-    sharding = x.sharding if x.committed else None
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def compile_host_kernels(

@@ -47,7 +47,6 @@ def load_or_measure(
     params: transformer.Params,
     sampling: SamplingConfig,
     reach: Reach,
-    max_positions: int | None = None,
     *,
     speculation: SpeculationConfig = TEXT_DRAFTS,
     beside: Sequence[Engine] = (),
@@ -59,8 +58,7 @@ def load_or_measure(
 
     The table of an earlier run in `shared_folder` replaces a measurement; a new table is also
     written there. Call this after the warm-up, in all `processes` of a mesh, which all return the
-    table of process 0. Buckets of more than `max_positions` count as the longest measured bucket
-    until `complete`. Other workers decode during the measurement. Raises ValueError for a damaged
+    table of process 0. Other workers decode during the measurement. Raises ValueError for a damaged
     file in `path`; a damaged file in `shared_folder` is reported to `say`.
     """
     buckets = list(round_buckets(engine, sampling, reach))
@@ -68,25 +66,19 @@ def load_or_measure(
     table = _table_in(path, valid_for, processes, shared_folder, say)
     if table is not None:
         return table
-    now = [b for b in buckets if max_positions is None or b[2] <= max_positions]
     times, spread = measure(
         engine,
         params,
         sampling,
-        now,
+        buckets,
         speculation=speculation,
         drafters=reach.drafters,
         beside=beside,
         draws=reach.reuse,
         processes=processes,
     )
-    if len(now) == len(buckets):
-        if processes.is_first:
-            _write(path, times, valid_for, shared_folder if spread < BUSY else None, say)
-        return times
-    for B, M, S in buckets:
-        if (B, M, S) not in now:
-            times.put(times.longer(B, M, S))
+    if processes.is_first:
+        _write(path, times, valid_for, shared_folder if spread < BUSY else None, say)
     return times
 
 
@@ -119,37 +111,6 @@ def _write(
         write_rounds(path, times, valid_for)
     if shared_folder is not None:
         kept_rounds.write(shared_folder, times, valid_for, say)
-
-
-def complete(
-    path: Path,
-    times: RoundTimes,
-    engine: Engine,
-    params: transformer.Params,
-    sampling: SamplingConfig,
-    reach: Reach,
-    max_positions: int,
-    *,
-    speculation: SpeculationConfig = TEXT_DRAFTS,
-    processes: Processes = ALONE,
-) -> None:
-    """Measure the buckets that `load_or_measure` skipped, add them to `times`, write the table."""
-    buckets = list(round_buckets(engine, sampling, reach))
-    valid_for = _valid_for(engine, sampling, buckets, reach, 1, speculation)
-    if _table_in(path, valid_for, processes) is None:
-        rest = [bucket for bucket in buckets if bucket[2] > max_positions]
-        more, _ = measure(
-            engine,
-            params,
-            sampling,
-            rest,
-            speculation=speculation,
-            draws=reach.reuse,
-            processes=processes,
-        )
-        times.put(more)
-        if processes.is_first:
-            write_rounds(path, times, valid_for)
 
 
 def measure(
@@ -207,7 +168,7 @@ def measure(
             draft_seconds.setdefault(name, {}).update(times)
     with engine.mesh_context():
         for B in {B for B, *_ in chunk_seconds}:
-            [S, *_] = engine.round_positions(B)
+            S = engine.num_positions
             fetch_seconds[B, 1, S] = _fetch_seconds(engine, spec, B, S)
     own = RoundTimes(
         monotone(seconds),
@@ -284,7 +245,7 @@ def _valid_for(
         "dtype": str(engine.dtype),
         "draw": sampling.scheme,
         "feature_layers": repr(engine.feature_layers),
-        "cache": [engine.is_paged, engine.config.page_tokens, sorted(engine.first_slots)],
+        "cache": [engine.config.page_tokens, sorted(engine.first_slots)],
         "mesh": None if engine.mesh is None else repr(engine.mesh.shape),
         "same_bits": sums_in_order_on_accelerators(),
         "rounds_per_fetch": engine.config.rounds_per_fetch,

@@ -180,7 +180,7 @@ class TimedFetches:
         return drafting
 
     def __enter__(self) -> TimedFetches:
-        B, S = self._size
+        B = self._size[0]
         own = self._engine
         sampling = self._spec.sampling
         ends = len({*own.model.eos_token_ids, *sampling.stop_ids})
@@ -194,7 +194,6 @@ class TimedFetches:
             self._open.enter_context(own.mesh_context())
             self._open.callback(own.free)
             self._open.enter_context(own.rollout(spec, max_requests=B, max_tokens=self._end))
-            own.rows.reserve(np.zeros(B, np.int32), S)
             self._begin()
             self._open = self._open.pop_all()
         return self
@@ -210,6 +209,7 @@ class TimedFetches:
         for b in range(len(self._requests)):
             rows.hold(b, self._start)
         rows.changed()
+        own.make_room()
         self._lags = True
 
     def seconds(self, kind: int | Pass) -> float:

@@ -1,25 +1,25 @@
 """The seconds until a worker can continue an unfinished request, by a copy or by recomputing it.
 
-Measured once, after the warm-up, on one row of every bucket of tokens; the scheduler takes the
+Measured once, after the warm-up, on one row of few, half and all tokens; the scheduler takes the
 faster way (RhymeRL recomputes, Seer copies).
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
-from reprise.models import kv_cache, transformer
-from reprise.models.paged_cache import Cache
+from reprise.models import transformer
+from reprise.models.entries import Entries, no_pending
+from reprise.models.kv_cache import KVCache
 from reprise.rl.cluster.processes import ALONE, Processes
 from reprise.rl.engine import cache_ops
 from reprise.rl.engine.engine import Engine
-from reprise.rl.engine.slot_cache import open_memory
+from reprise.rl.engine.page_memory import PageMemory
 from reprise.rl.engine.slot_table import SlotTable
 from reprise.rl.records.trajectory import HostKv
 from reprise.rl.warm_up.measured_run import MoveTimes, moves_of_first, write_moves
@@ -28,6 +28,7 @@ from reprise.spec.config import SamplingConfig
 from reprise.spec.verify import decode_beside_chunks
 
 REPEATS = 3
+PARTS = (8, 2, 1)  # divisors of the longest request that give the measured lengths
 
 
 def measure(
@@ -47,9 +48,8 @@ def measure(
     seconds, pool = {}, Pool(engine, params, sampling, reach)
     B = pool.slots[0]
     with engine.mesh_context():
-        longest_row = engine.round_positions(B)[-1]
-        for S in engine.position_sizes(B) if engine.is_paged else pool.positions:
-            tokens = min(S, longest_row) - 1
+        for part in PARTS:
+            tokens = max(1, engine.num_positions // part - 1)
             seconds[tokens] = _seconds(pool, B, tokens)
     times = moves_of_first(MoveTimes(seconds), processes)
     if processes.is_first:
@@ -60,31 +60,31 @@ def measure(
 def _seconds(pool: Pool, num_slots: int, num_tokens: int) -> tuple[float, float]:
     """Return the seconds to copy and to recompute `num_tokens` tokens, in a separate memory."""
     engine = pool.engine
-    memory, kv = open_memory(engine), _host_kv(engine, num_tokens)
+    memory, kv = PageMemory(engine), _host_kv(engine, num_tokens)
     memory.reset(num_slots)
     memory.room_for((), [(kv, 0)], SlotTable(num_slots, 1))
 
-    def copied() -> Cache:
+    def copied() -> KVCache:
         memory.insert([(kv, 0)])
         return memory.held
 
-    def computed() -> Cache:
+    def computed() -> KVCache:
         memory.cache = recomputed(pool, memory.held, num_tokens)
         return memory.held
 
     return _timed(engine, copied), _timed(engine, computed)
 
 
-def recomputed(pool: Pool, cache: Cache, num_tokens: int) -> Cache:
+def recomputed(pool: Pool, cache: KVCache, num_tokens: int) -> KVCache:
     """Run the rounds that compute keys and values of `num_tokens` tokens in one row."""
     engine = pool.engine
-    B, S, C = cache.num_slots, cache.num_positions, engine.chunk_tokens
+    B, C = cache.num_slots, engine.chunk_tokens
     (pending, slots, stop_E), options = pool.at_rest(B), engine.prompt_options(pool.sampling.scheme)
     chunks_TX = engine.no_chunks(engine.config.prefill_rows)
     for first in range(0, num_tokens, len(chunks_TX) * C):
         starts = range(first, num_tokens, C)[: len(chunks_TX)]
         chunks_TX[:, 0] = -1
-        chunks_TX[: len(starts), :2] = [(0, min(start, S - C)) for start in starts]
+        chunks_TX[: len(starts), :2] = [(0, start) for start in starts]
         chunks = engine.argument(chunks_TX.copy())
         cache, pending, slots, _, entries = decode_beside_chunks(
             pool.params, cache, pending, slots, stop_E, chunks, **options
@@ -95,15 +95,11 @@ def recomputed(pool: Pool, cache: Cache, num_tokens: int) -> Cache:
 
 def _host_kv(engine: Engine, num_tokens: int) -> HostKv:
     """Return zeroed keys and values of `num_tokens` tokens, on the host."""
-
-    def zeros(shape: Sequence[int], dtype: Any, axes: object = None) -> np.ndarray:
-        return np.zeros(shape, dtype)
-
-    rows = kv_cache.init(engine.model, 1, num_tokens, engine.dtype, engine.feature_layers, zeros)
-    return HostKv(jax.tree.map(lambda x: x[0], rows))
+    none = no_pending(engine.model, num_tokens, engine.dtype, engine.feature_layers, np.zeros)
+    return HostKv(Entries(none.keys, none.values, none.features))
 
 
-def _timed(engine: Engine, move: Callable[[], Cache]) -> float:
+def _timed(engine: Engine, move: Callable[[], KVCache]) -> float:
     """Return the median seconds of `move`, which returns the cache."""
     taken = []
     for _ in range(1 + REPEATS):  # the first call allocates its memory

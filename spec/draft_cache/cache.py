@@ -9,23 +9,18 @@ C = tokens of a chunk, W = tokens of a draft window.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
 
-from reprise.models import kv_cache, paged_cache
 from reprise.models.config import ModelConfig
 from reprise.models.kv_cache import KVCache
-from reprise.models.paged_cache import Cache
 from reprise.spec.config import SamplingConfig
 from reprise.spec.draft_cache.drafting import CHUNK_COLUMNS, END_COLUMNS, Drafting, Inputs, catch_up
 from reprise.spec.draft_cache.rows import CachedRows, RowPages
 from reprise.spec.drafter import Arguments, LiveSlots, Program
 from reprise.spec.sampling import noise_names
-
-KINDS = {"keys": kv_cache.KEYS, "values": kv_cache.VALUES}
 
 
 class Runner(Protocol):
@@ -36,25 +31,22 @@ class Runner(Protocol):
     config: Any  # with the slot buckets
 
     @property
-    def is_paged(self) -> bool: ...
+    def num_pages(self) -> int: ...
 
     @property
-    def num_pages(self) -> int: ...
+    def slot_pages(self) -> int: ...
+
+    @property
+    def num_positions(self) -> int: ...
 
     @property
     def batch_ways(self) -> int: ...
 
-    def position_sizes(self, num_slots: int) -> list[int]: ...
-
-    def round_positions(self, num_slots: int) -> list[int]: ...
+    def cache_of(self, model: ModelConfig, num_slots: int) -> KVCache: ...
 
     def argument(self, x: np.ndarray) -> Any: ...
 
     def put(self, x: Any) -> Any: ...
-
-    def zero_rows(
-        self, shape: Sequence[int], dtype: Any, axes: Sequence[str | None] = ...
-    ) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +71,7 @@ class PassSizes:
 class DraftCache:
     """The rows of one drafter on the host (`rows`) and on the device (`arrays`), one row per slot.
 
-    `arrays` is None until the first draft, and after a failed step that consumed the arrays. The
-    arrays are paged if the engine cache is paged and `may_be_paged` is set.
+    `arrays` is None until the first draft, and after a failed step that consumed the arrays.
     """
 
     def __init__(
@@ -89,26 +80,22 @@ class DraftCache:
         passes: PassSizes,
         drafting: Drafting,
         runner: Runner,
-        may_be_paged: bool = True,
     ) -> None:
-        [smallest, *_] = runner.config.position_sizes(1)
-        window_tokens = min(passes.window_tokens, smallest)
+        window_tokens = min(passes.window_tokens, runner.config.page_tokens)
         self.passes = dataclasses.replace(passes, window_tokens=window_tokens)
         self.rows = CachedRows(0, 0)
-        self.arrays: Cache | None = None
-        self._is_paged = runner.is_paged and may_be_paged
-        self._pages = RowPages(0, 0, runner) if self._is_paged else None
+        self.arrays: KVCache | None = None
+        self._pages = RowPages(0, runner)
         self._model, self.drafting, self._runner = model, drafting, runner
 
     def follow(
-        self, live: LiveSlots, some: LiveSlots, num_positions: int, given: Inputs
+        self, live: LiveSlots, some: LiveSlots, given: Inputs
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of some requests, complete except for a window, and their acceptance."""
-        self._fit(live, self._runner.config.slot_bucket(len(live.tokens_BL)), num_positions)
+        self._fit(live, self._runner.config.slot_bucket(len(live.tokens_BL)))
         rows_A, acceptance_A2 = self.rows.follow(some)
-        if self._pages is not None:
-            self._pages.reserve(self.rows, rows_A, some.total_tokens_A)
-            self.arrays = self._pages.on_device(self.arrays, self._runner)
+        self._pages.reserve(self.rows, rows_A, some.total_tokens_A)
+        self.arrays = self._pages.on_device(self.arrays, self._runner)
         has_room_A = self.has_room(rows_A)
         if has_room_A.any():
             self._catch_up(some.take(np.nonzero(has_room_A)[0]), rows_A[has_room_A], given)
@@ -116,9 +103,9 @@ class DraftCache:
 
     def has_room(self, rows_A: np.ndarray) -> np.ndarray:
         """Return which rows have pages for all entries of their requests; bool [A]."""
-        return np.ones(len(rows_A), bool) if self._pages is None else self._pages.has_room_B[rows_A]
+        return self._pages.has_room_B[rows_A]
 
-    def taken(self) -> Cache:
+    def taken(self) -> KVCache:
         """Return the arrays for a step that consumes them; the step result must replace them."""
         taken, self.arrays = self.arrays, None
         assert taken is not None
@@ -147,98 +134,40 @@ class DraftCache:
         known_A = np.maximum(live.total_tokens_A - missing_tokens, 0)
         self.rows.known_B[rows_A] = np.where(self.has_room(rows_A), known_A, 0)
 
-    @property
-    def num_positions(self) -> int:
-        return 0 if self.arrays is None else self.arrays.num_positions
-
     # -- programs ----------------------------------------------------------------------
 
-    def empty(self, num_rows: int, num_positions: int) -> Cache:
-        runner = self._runner
-        if not self._is_paged:
-            size = num_rows, num_positions, runner.dtype
-            return kv_cache.init(self._model, *size, zeros=runner.zero_rows)
-        T = runner.config.page_tokens
-        pages = num_positions // T, runner.num_pages, T, runner.dtype, None
-        return paged_cache.init(self._model, num_rows, *pages, runner.zero_rows)
+    def empty(self, num_rows: int) -> KVCache:
+        return self._runner.cache_of(self._model, num_rows)
 
     def empty_ends(self, num_rows: int) -> Any:
         """Return a table of idle rows for `unpack_ends`."""
         shape = num_rows, self.passes.window_tokens + len(END_COLUMNS)
         return self._runner.argument(np.zeros(shape, np.int32))
 
-    def programs(
-        self, num_rows: int, num_positions: int, given: Callable[[], Inputs]
-    ) -> Iterator[Program]:
-        """Yield the passes over chunks, and bucket changes that the engine does not compile."""
-        B, S = num_rows, num_positions
+    def programs(self, num_rows: int, given: Callable[[], Inputs]) -> Iterator[Program]:
+        """Yield the passes over chunks."""
+        B, S = num_rows, self._runner.num_positions
         for P, C in sorted({self.passes.shape(n, B, S) for n in self.passes.chunk_widths}):
 
             def chunks(P: int = P, C: int = C) -> Arguments:
                 table_PX = self._runner.argument(_padding(P, C, B))
-                return (given(), self.empty(B, S), table_PX), {"drafting": self.drafting}
+                return (given(), self.empty(B), table_PX), {"drafting": self.drafting}
 
             yield catch_up, chunks
-        policy, model = self._runner.model, self._model
-        if self._is_paged or (policy.num_kv_heads, policy.head_dim) == (
-            model.num_kv_heads,
-            model.head_dim,
-        ):
-            return
-        bucket, sizes = self._runner.config.slot_bucket, self._runner.position_sizes
-        shapes = [(b, max(S, sizes(b)[0])) for b in {bucket(-(-B // 2)), bucket(B + 1)} - {B}]
-        shapes += [(B, s) for s in sizes(B) if s > S][:1]
-        for shape in shapes:
-            for name in KINDS:
-                yield kv_cache.resize_layer, partial(self._resize_arguments, (B, S), shape, name)
-
-    def _resize_arguments(self, old: tuple[int, int], new: tuple[int, int], name: str) -> Arguments:
-        layer, index_B = getattr(self.empty(*old), name)[0], np.zeros(new[0], np.int32)
-        return (layer, self._runner.put(index_B)), {"num_positions": new[1], "kind": KINDS[name]}
 
     # -- sizes and chunks ----------------------------------------------------------------
 
-    def _fit(self, live: LiveSlots, num_rows: int, num_positions: int) -> None:
-        """Resize the cache to `num_rows` and a bucket with `num_positions`, bucket by bucket."""
-        if self._pages is not None:
-            self._fit_pages(self._pages, live, num_rows)
-            return
-        bucket, sizes = self._runner.config.slot_bucket, self._runner.position_sizes
-
-        def above(size: int) -> int:
-            return next((s for s in sizes(num_rows) if s > size), num_positions)
-
-        if self.arrays is None:
-            size = above(num_positions - 1)
-            self.rows = CachedRows(num_rows, size + self.drafting.first_token)
-            self.arrays = self.empty(num_rows, size)
-        while (now := len(self.rows)) != num_rows:
-            some = bucket(now + 1) if now < num_rows else bucket(-(-now // 2))
-            self._resize(live, some, max(self.arrays.num_positions, sizes(some)[0]))
-        while (size := self.arrays.num_positions) < num_positions:
-            self._resize(live, num_rows, above(size))
-
-    def _fit_pages(self, pages: RowPages, live: LiveSlots, num_rows: int) -> None:
+    def _fit(self, live: LiveSlots, num_rows: int) -> None:
         """Resize the page table to `num_rows`; the pages stay in place."""
-        [num_positions] = self._runner.round_positions(num_rows)
-        tokens = num_positions + self.drafting.first_token
+        tokens = self._runner.num_positions + self.drafting.first_token
         if self.arrays is None:
-            self.rows, self.arrays = (
-                CachedRows(num_rows, tokens),
-                self.empty(num_rows, num_positions),
-            )
-            self._pages = RowPages(num_rows, num_positions, self._runner)
+            self.rows = CachedRows(num_rows, tokens)
+            self.arrays = self.empty(num_rows)
+            self._pages = RowPages(num_rows, self._runner)
         elif len(self.rows) != num_rows:
             before = len(self.rows)
             self.rows, row_B = self.rows.resized(num_rows, tokens, live)
-            pages.take_rows(self.rows, row_B[: min(before, num_rows)])
-
-    def _resize(self, live: LiveSlots, num_rows: int, num_positions: int) -> None:
-        tokens = num_positions + self.drafting.first_token
-        self.rows, row_B = self.rows.resized(num_rows, tokens, live)
-        arrays = self.taken()
-        assert isinstance(arrays, KVCache)
-        self.arrays = kv_cache.resize(arrays, self._runner.put(row_B), num_positions)
+            self._pages.take_rows(self.rows, row_B[: min(before, num_rows)])
 
     def _catch_up(self, live: LiveSlots, rows_A: np.ndarray, given: Inputs) -> None:
         """Compute entries until no row lacks more than its window, longest gaps first."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from reprise.models.paged_cache import Cache
+from reprise.models.kv_cache import KVCache
 from reprise.spec.config import SamplingConfig
 from reprise.spec.draft_cache.cache import DraftCache
 from reprise.spec.draft_cache.drafting import Inputs, draft, unpack
@@ -51,7 +51,7 @@ class CachingDrafter(Drafter, Protocol):
         """Return the policy features, if the drafter reads them."""
         return ()
 
-    def empty_features(self, num_slots: int, num_positions: int) -> tuple[Any, ...]:
+    def empty_features(self, num_slots: int) -> tuple[Any, ...]:
         """Return zeroed features, to compile programs with."""
         return ()
 
@@ -79,10 +79,7 @@ class CachingDrafter(Drafter, Protocol):
             return drafts
         some, max_A, features = live.take(chosen_A), max_A[chosen_A], self.features()
         depth = min(self.reach(), int(max_A.max()))  # the best n draft tokens are n deep at most
-        # a drafter that reads policy features uses the length of the policy cache
-        max_length = int((some.total_tokens_A + np.minimum(max_A, depth)).max())
-        num_positions = features[0].shape[2] if features else max_length
-        rows_A, acceptance_A2 = held.follow(live, some, num_positions, (self.constants(), features))
+        rows_A, acceptance_A2 = held.follow(live, some, (self.constants(), features))
         self.observe_chains(acceptance_A2)
         has_room_A = held.has_room(rows_A)
         if not has_room_A.all():
@@ -111,44 +108,43 @@ class CachingDrafter(Drafter, Protocol):
     def in_rounds(self) -> RoundsDrafter | None:
         return self
 
-    @property
-    def num_positions(self) -> int:
-        return self._held.num_positions
-
-    def enter_rounds(self, live: LiveSlots, max_tokens: int, num_positions: int) -> RoundsInput:
+    def enter_rounds(self, live: LiveSlots, max_tokens: int) -> RoundsInput:
         held, inputs = self._held, (self.constants(), self.features())
-        rows_A, acceptance_A2 = held.follow(live, live, num_positions, inputs)
+        rows_A, acceptance_A2 = held.follow(live, live, inputs)
         self.observe_chains(acceptance_A2)
         max_A = np.where(held.has_room(rows_A), max_tokens, 0)
         return self._rounds_input(held.taken(), held.ends(live, rows_A, max_A, self._sampling))
 
-    def leave_rounds(self, live: LiveSlots, cache: Cache, acceptance_X2: np.ndarray) -> None:
+    def leave_rounds(self, live: LiveSlots, cache: KVCache, acceptance_X2: np.ndarray) -> None:
         self._held.arrays = cache
         self._held.complete(live, self.missing_tokens)
         self.observe_chains(acceptance_X2)
 
-    def empty_rounds(self, num_slots: int, num_positions: int) -> RoundsInput:
+    def empty_rounds(self, num_slots: int) -> RoundsInput:
         held = self._held
-        return self._rounds_input(held.empty(num_slots, num_positions), held.empty_ends(num_slots))
+        return self._rounds_input(held.empty(num_slots), held.empty_ends(num_slots))
 
-    def _rounds_input(self, cache: Cache, table_RX: Any) -> RoundsInput:
+    def _rounds_input(self, cache: KVCache, table_RX: Any) -> RoundsInput:
         return RoundsInput(self._held.drafting, cache, self.constants(), table_RX, self.reach())
 
     # -- programs ------------------------------------------------------------------------
 
-    def programs(self, num_slots: int, num_positions: int) -> Iterator[Program]:
+    def programs(self, num_slots: int) -> Iterator[Program]:
         """Yield the jitted steps of rollouts in this bucket, and factories of their arguments."""
-        held, size = self._held, (num_slots, num_positions)
+        held = self._held
 
         def given() -> Inputs:
-            return self.constants(), self.empty_features(*size)
+            return self.constants(), self.empty_features(num_slots)
 
         def drafting() -> Arguments:
-            return self._draft_arguments(given(), held.empty(*size), held.empty_ends(num_slots), 1)
+            cache, table_BX = held.empty(num_slots), held.empty_ends(num_slots)
+            return self._draft_arguments(given(), cache, table_BX, 1)
 
         yield draft, drafting
-        yield from held.programs(*size, given)
+        yield from held.programs(num_slots, given)
 
-    def _draft_arguments(self, given: Inputs, cache: Cache, table_BX: Any, depth: int) -> Arguments:
+    def _draft_arguments(
+        self, given: Inputs, cache: KVCache, table_BX: Any, depth: int
+    ) -> Arguments:
         options = {"drafting": self._held.drafting, "max_tokens": self.max_tokens}
         return (given, cache, table_BX, np.int32(depth)), options

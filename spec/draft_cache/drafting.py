@@ -20,8 +20,8 @@ import numpy as np
 
 from reprise.models import transformer
 from reprise.models.config import ModelConfig
-from reprise.models.kv_cache import KVCache, Pending
-from reprise.models.paged_cache import Cache, pinned
+from reprise.models.entries import Pending
+from reprise.models.kv_cache import KVCache, pinned
 from reprise.models.sharding import replicated
 from reprise.spec import nodes as packed_nodes
 from reprise.spec import sampling
@@ -76,7 +76,7 @@ def unpack_chunks(table_PX: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array,
     return row_P, slot_P, first_P, table_PX[:, n:]
 
 
-Inputs = tuple[Any, tuple[Any, ...]]  # constants, and policy states (for `state_windows`)
+Inputs = tuple[Any, tuple[Any, ...]]  # constants, and policy states
 
 
 class DraftTrees(NamedTuple):
@@ -108,34 +108,34 @@ class Drafting(Protocol):
     first_token: ClassVar[int]
     apart: ClassVar[bool]
 
-    def catch_up(self, given: Inputs, cache: Cache, table_PX: jax.Array) -> Cache:
+    def catch_up(self, given: Inputs, cache: KVCache, table_PX: jax.Array) -> KVCache:
         """Write the entries of chunks (`unpack_chunks`), computed from policy features."""
         ...
 
-    def begin(self, given: Inputs, cache: Cache, ends: RowEnds) -> tuple[Cache, Any]:
+    def begin(self, given: Inputs, cache: KVCache, ends: RowEnds) -> tuple[KVCache, Any]:
         """Absorb the row windows, using policy features; return the cache and `last`."""
         ...
 
     def draft(
         self,
         constants: Any,
-        state: tuple[Cache, Any],
+        state: tuple[KVCache, Any],
         ends: RowEnds,
         depth: jax.Array,
         max_tokens: int,
-    ) -> tuple[Cache, DraftTrees]:
+    ) -> tuple[KVCache, DraftTrees]:
         """Draft up to `max_tokens` tokens after the end of each row, at most `depth` deep."""
         ...
 
     def absorb(
-        self, constants: Any, state: tuple[Cache, Any], result: RoundResult
-    ) -> tuple[Cache, Any]:
+        self, constants: Any, state: tuple[KVCache, Any], result: RoundResult
+    ) -> tuple[KVCache, Any]:
         """Absorb the result of a round; return the cache and `last`."""
         ...
 
 
 @partial(jax.jit, static_argnames="drafting", donate_argnames="cache")
-def catch_up(given: Inputs, cache: Cache, table_PX: jax.Array, *, drafting: Drafting) -> Cache:
+def catch_up(given: Inputs, cache: KVCache, table_PX: jax.Array, *, drafting: Drafting) -> KVCache:
     """Write the missing entries of rows, given as chunks."""
     return drafting.catch_up(given, cache, table_PX)
 
@@ -143,13 +143,13 @@ def catch_up(given: Inputs, cache: Cache, table_PX: jax.Array, *, drafting: Draf
 @partial(jax.jit, static_argnames=("drafting", "max_tokens"), donate_argnames="cache")
 def draft(
     given: Inputs,
-    cache: Cache,
+    cache: KVCache,
     table_RX: jax.Array,
     depth: jax.Array,
     *,
     drafting: Drafting,
     max_tokens: int,
-) -> tuple[Cache, jax.Array]:
+) -> tuple[KVCache, jax.Array]:
     """Draft from the last tokens of rows; return the cache, and int32 [R, 3 X + 1] for `unpack`."""
     ends = unpack_ends(table_RX)
     state = drafting.begin(given, cache, ends)
@@ -186,7 +186,7 @@ def draft_rounds(
     pending: Pending,
     slots: Slots,
     stop_E: jax.Array,
-    draft_cache: Cache,
+    draft_cache: KVCache,
     constants: Any,
     table_RX: jax.Array,
     limits_4: jax.Array,
@@ -196,7 +196,7 @@ def draft_rounds(
     scheme: sampling.Draw,
     drafting: Drafting,
     shape: Shape,
-) -> tuple[KVCache, Pending, Slots, Cache, jax.Array]:
+) -> tuple[KVCache, Pending, Slots, KVCache, jax.Array]:
     """Draft and verify until a limit is reached; int32 [F, 6, B, N] is for `unpack_rounds`.
 
     `table_RX` is from `DraftCache.ends`. `limits_4` holds the maximum number of rounds, the number

@@ -11,7 +11,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from reprise.models.paged_cache import Cache, PagedCache
+from reprise.models.kv_cache import KVCache
 from reprise.spec.drafter import LiveSlots
 from reprise.spec.page_table import PageTable
 
@@ -146,11 +146,12 @@ class RowPages:
     request that still lacks pages drafts nothing for a while.
     """
 
-    def __init__(self, num_rows: int, num_positions: int, runner: Any) -> None:
-        config, self._num_positions = runner.config, num_positions
+    def __init__(self, num_rows: int, runner: Any) -> None:
+        config = runner.config
+        slot_pages, num_pages = (runner.slot_pages, runner.num_pages) if num_rows else (0, 0)
         T, ways = config.page_tokens, runner.batch_ways
-        num_pages = runner.num_pages if num_rows else 0
-        self._table = PageTable(num_rows, num_positions // T, num_pages, T, ways)
+        self._table = PageTable(num_rows, slot_pages, num_pages, T, ways)
+        self._num_positions = slot_pages * T
         self._ahead_tokens = max(config.max_nodes, config.rounds_per_fetch)
         self.has_room_B = np.zeros(num_rows, bool)
         self._is_stale = False
@@ -198,9 +199,9 @@ class RowPages:
         self.has_room_B = np.where(keep_B < 0, False, self.has_room_B[np.maximum(keep_B, 0)])
         self._is_stale = True
 
-    def on_device(self, cache: Cache | None, runner: Any) -> PagedCache:
+    def on_device(self, cache: KVCache | None, runner: Any) -> KVCache:
         """Return the cache with the current page table."""
-        assert isinstance(cache, PagedCache)
+        assert cache is not None
         if self._is_stale:
             self._is_stale = False
             return dataclasses.replace(cache, table_BN=runner.put(self._table.pages_BN.copy()))

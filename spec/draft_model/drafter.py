@@ -17,11 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reprise.models import kv_cache, transformer
+from reprise.models import transformer
 from reprise.models.config import ModelConfig
-from reprise.models.paged_cache import Cache, PagedCache
+from reprise.models.kv_cache import KVCache
 from reprise.models.sharding import constrain
-from reprise.models.transformer import Cached
 from reprise.spec import sampling
 from reprise.spec.config import ChainConfig, Proposal, SamplingConfig
 from reprise.spec.draft_cache.cache import DraftCache, PassSizes, Runner
@@ -46,7 +45,7 @@ MISSING_TOKENS = 2  # the last draft token, which a chain does not run, and the 
 
 # weights, least probability, rollout key, and probabilities of draws with shared noise by depth
 Constants = tuple[transformer.Params, jax.Array, jax.Array, jax.Array]
-State = tuple[Any, tuple[()]]  # the cache, in rows or pages
+State = tuple[KVCache, tuple[()]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,26 +62,20 @@ class ChainDrafting:
     first_token: ClassVar[int] = 0
     apart: ClassVar[bool] = False
 
-    def catch_up(self, given: Inputs, cache: Cache, table_PX: jax.Array) -> Cache:
+    def catch_up(self, given: Inputs, cache: KVCache, table_PX: jax.Array) -> KVCache:
         (params, *_), _ = given
         row_P, _, start_P, tokens_PC = unpack_chunks(table_PX)
-        if isinstance(cache, PagedCache):
-            table_PN = jnp.take(cache.table_BN, row_P, axis=0, mode="fill", fill_value=-1)
-            some = dataclasses.replace(cache, table_BN=table_PN, anywhere=True)
-            _, some = run_tokens(self.config, params, some, tokens_PC, start_P)
-            return dataclasses.replace(some, table_BN=cache.table_BN, anywhere=False)
-        copies = jax.tree.map(lambda rows: jnp.take(rows, row_P, axis=0, mode="clip"), cache)
-        _, copies = run_tokens(self.config, params, copies, tokens_PC, start_P)
-        return jax.tree.map(
-            lambda rows, new: kv_cache.pin(rows.at[row_P].set(new, mode="drop")), cache, copies
-        )
+        table_PN = jnp.take(cache.table_BN, row_P, axis=0, mode="fill", fill_value=-1)
+        some = dataclasses.replace(cache, table_BN=table_PN, anywhere=True)
+        _, some = run_tokens(self.config, params, some, tokens_PC, start_P)
+        return dataclasses.replace(some, table_BN=cache.table_BN, anywhere=False)
 
-    def begin(self, given: Inputs, cache: Cache, ends: RowEnds) -> State:
+    def begin(self, given: Inputs, cache: KVCache, ends: RowEnds) -> State:
         return cache, ()
 
     def draft(
         self, constants: Constants, state: State, ends: RowEnds, depth: jax.Array, max_tokens: int
-    ) -> tuple[Cache, DraftTrees]:
+    ) -> tuple[KVCache, DraftTrees]:
         params, min_prob, key, mean_prob_K = constants
         ends = dataclasses.replace(
             ends, max_B=jnp.minimum(ends.max_B, jnp.minimum(depth, max_tokens))
@@ -104,12 +97,12 @@ class ChainDrafting:
 def _chains(
     drafting: ChainDrafting,
     params: transformer.Params,
-    cache: Cached,
+    cache: KVCache,
     ends: RowEnds,
     min_prob: jax.Array,
     key: jax.Array,
     max_tokens: int,
-) -> tuple[Cached, jax.Array, jax.Array]:
+) -> tuple[KVCache, jax.Array, jax.Array]:
     """Return the cache, and tokens and probabilities [B, K] of chains of up to `max_tokens`.
 
     The first pass computes the last W of the `total` tokens of a row; earlier entries must be
@@ -156,10 +149,10 @@ def _chains(
 def run_tokens(
     config: ModelConfig,
     params: transformer.Params,
-    cache: Cached,
+    cache: KVCache,
     tokens_BC: jax.Array,
     start_B: jax.Array,
-) -> tuple[jax.Array, Cached]:
+) -> tuple[jax.Array, KVCache]:
     """Run tokens at positions `start` … of their rows through the model, with causal attention."""
     positions_BC = start_B[:, None] + jnp.arange(tokens_BC.shape[1])
     return transformer.hidden_with_cache(config, params, cache, tokens_BC, positions_BC, start_B)[
@@ -193,7 +186,6 @@ class DraftModelDrafter(CachingDrafter):
     """
 
     source, missing_tokens = Source.MODEL, MISSING_TOKENS
-    may_be_paged = True
 
     def __init__(
         self,
@@ -213,8 +205,7 @@ class DraftModelDrafter(CachingDrafter):
         # `reach` cuts chains with shared noise, since the model does not know their probabilities
         self._min_prob = self.config.min_prob if proposal == "likeliest" else 0.0
         drafting = ChainDrafting(model, sampling.scheme if proposal == "shared_noise" else None)
-        cached = model, _passes(self.config), drafting, runner
-        self._held = DraftCache(*cached, may_be_paged=self.may_be_paged)
+        self._held = DraftCache(model, _passes(self.config), drafting, runner)
         self._drafting, self._argument = drafting, runner.argument
         self._accepted_K = np.zeros(self.config.max_draft_tokens, np.int64)
         self._observed_K = np.zeros(self.config.max_draft_tokens, np.int64)

@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reprise.models import kv_cache, transformer
+from reprise.models import transformer
 from reprise.models.attention import attend_both
-from reprise.models.kv_cache import KEY_AXIS, VALUE_AXIS, KVCache
+from reprise.models.entries import KEY_AXIS, VALUE_AXIS, pin
+from reprise.models.kv_cache import KVCache, pinned
 from reprise.models.layers import rope_turns
 from reprise.models.sharding import replicated
 from reprise.spec import sampling
@@ -68,7 +69,7 @@ def enumerate_cases(
     chains_RE2K = cases.chains(cache, guess_RZF.reshape(R, Z * F), depth)
     bits_RZF1 = jax.lax.bitcast_convert_type(prob_RZF, jnp.int32)[..., None]
     parts = guess_RZF[..., None], chains_RE2K.reshape(R, Z, F, 2 * K), bits_RZF1
-    return kv_cache.map_arrays(kv_cache.pin, cache), replicated(jnp.concatenate(parts, axis=-1))
+    return pinned(cache), replicated(jnp.concatenate(parts, axis=-1))
 
 
 def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -128,17 +129,19 @@ class _Cases:
         K, X = self.enumeration.window, self.enumeration.window * E
         model = self.enumeration.drafting.config
         shape = R, model.num_kv_heads, model.head_dim, X
-        keys = kv_cache.pin(jnp.zeros(shape, cache.keys[0].dtype))
-        values = kv_cache.pin(jnp.zeros((*shape[:2], X, shape[2]), cache.values[0].dtype))
+        keys = pin(jnp.zeros(shape, cache.keys[0].dtype))
+        values = pin(jnp.zeros((*shape[:2], X, shape[2]), cache.values[0].dtype))
         columns = tuple((keys, values) for _ in range(model.num_layers))
 
         def level(carry: Any) -> Any:
             j, token_RE, columns, out_RE2K = carry
-            hidden_RED, columns = self._level(cache, columns, token_RE, j)
+            hidden_RED, columns = self._level(held, columns, token_RE, j)
             best_RE2 = self._best_two(hidden_RED, j)
             out_RE2K = jax.lax.dynamic_update_slice(out_RE2K, best_RE2[..., None], (0, 0, 0, j))
             return j + 1, best_RE2[..., 0], columns, out_RE2K
 
+        # nodes of a row see different numbers of its positions: one copy of its pages, in order
+        held = tuple(cache.layer(i).whole_slots() for i in range(model.num_layers))
         start = jnp.int32(0), guess_RE, columns, jnp.zeros((R, E, 2, K), jnp.int32)
         going = lambda carry: carry[0] < jnp.minimum(depth, K)  # noqa: E731
         return jax.lax.while_loop(going, level, start)[3]
@@ -149,13 +152,13 @@ class _Cases:
         return np.arange(self.enumeration.num_branches) // self.enumeration.fan_out
 
     def _level(
-        self, cache: KVCache, columns: Any, token_RE: jax.Array, j: jax.Array
+        self, held: Any, columns: Any, token_RE: jax.Array, j: jax.Array
     ) -> tuple[jax.Array, Any]:
         """Run one node per branch, j tokens after its guess; return hidden states and columns."""
         config, E = self.enumeration.drafting.config, token_RE.shape[1]
         total_R1 = self.ends.total_B[:, None]
         rope = rope_turns(config, total_R1 + self._case_E + j)
-        seen_RES = jnp.arange(cache.num_positions) < (total_R1 + self._case_E)[..., None]
+        seen_RES = jnp.arange(held[0][0].shape[-1]) < (total_R1 + self._case_E)[..., None]
         column_X = np.arange(columns[0][0].shape[-1])
         own_EX = (column_X % E == np.arange(E)[:, None]) & (column_X // E <= j)
         own_REX = jnp.broadcast_to(own_EX, (len(token_RE), *own_EX.shape))
@@ -167,15 +170,15 @@ class _Cases:
             def attend(q_REHh: jax.Array, k_REKh: jax.Array, v_REKh: jax.Array) -> jax.Array:
                 k_RKhE, v_RKEh = k_REKh.transpose(0, 2, 3, 1), v_REKh.transpose(0, 2, 1, 3)
                 put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=j * E)
-                keys = kv_cache.pin(put(beside[0], k_RKhE.astype(beside[0].dtype), axis=KEY_AXIS))
+                keys = pin(put(beside[0], k_RKhE.astype(beside[0].dtype), axis=KEY_AXIS))
                 values = put(beside[1], v_RKEh.astype(beside[1].dtype), axis=VALUE_AXIS)
-                new.append((keys, kv_cache.pin(values)))
+                new.append((keys, pin(values)))
                 return attend_both(q_REHh, (*cached, seen_RES), (*new[-1], own_REX))
 
             return attend
 
         for i, layer in enumerate(self.params.layers):
-            attend = look((cache.keys[i], cache.values[i]), columns[i])
+            attend = look(held[i], columns[i])
             x_RED = transformer.block(config, layer, x_RED, rope, attend)
         hidden_RED = transformer.rms_norm(x_RED, self.params.final_norm_D, config.norm_eps)
         return hidden_RED, tuple(new)
@@ -211,8 +214,6 @@ class AheadDraftModel(DraftModelDrafter):
 class EnumeratingDraftModel(AheadDraftModel):
     """A draft model that drafts for each case of the chains under verification."""
 
-    may_be_paged = False  # nodes of a row see different numbers of its positions
-
     def outcomes(
         self, live: LiveSlots, chain_AK: np.ndarray, depth: int, fan_out: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -224,8 +225,7 @@ class EnumeratingDraftModel(AheadDraftModel):
         held, inputs = self._held, (self.constants(), self.features())
         A, K = chain_AK.shape
         count_A = (chain_AK >= 0).sum(axis=1)
-        max_length = int(live.total_tokens_A.max()) + K
-        rows_A, _ = held.follow(live, live, max_length, inputs)
+        rows_A, _ = held.follow(live, live, inputs)
         table_RX = held.ends(live, rows_A, np.ones(A, np.int32), self._sampling)
         chain_RK = np.full((len(held.rows), K), -1, np.int32)
         chain_RK[rows_A] = chain_AK
@@ -236,19 +236,18 @@ class EnumeratingDraftModel(AheadDraftModel):
         tokens_RZFN, second_RZFK, prob_RZF = unpack(packed)
         return tokens_RZFN[rows_A], second_RZFK[rows_A], prob_RZF[rows_A]
 
-    def enumerating(
-        self, num_slots: int, num_positions: int, window: int, fan_out: int
-    ) -> Iterator[Program]:
+    def enumerating(self, num_slots: int, window: int, fan_out: int) -> Iterator[Program]:
         """Yield the jitted steps of `outcomes` in this bucket, and factories of their arguments."""
-        held, size = self._held, (num_slots, num_positions)
+        held = self._held
 
         def given() -> Inputs:
             return self.constants(), ()
 
         def cases() -> Arguments:
             chain_RK = self._argument(np.full((num_slots, window), -1, np.int32))
-            args = given(), held.empty(*size), held.empty_ends(num_slots), chain_RK, np.int32(1)
+            ends = held.empty_ends(num_slots)
+            args = given(), held.empty(num_slots), ends, chain_RK, np.int32(1)
             return args, {"enumeration": Enumeration(self._drafting, window, fan_out)}
 
         yield enumerate_cases, cases
-        yield from held.programs(*size, given)
+        yield from held.programs(num_slots, given)

@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reprise.models import kv_cache
-from reprise.models.kv_cache import KEY_AXIS, VALUE_AXIS, KVCache, Pending
-from reprise.models.paged_cache import Cache, PagedCache, places_of_windows
+from reprise.models.entries import Entries, Pending
+from reprise.models.kv_cache import KVCache, PagedStates, places_of_windows
 from reprise.spec.config import SamplingConfig
 from reprise.spec.draft_cache.cache import DraftCache, PassSizes, Runner
 from reprise.spec.draft_cache.drafter import CachingDrafter
@@ -35,7 +34,7 @@ from reprise.spec.eagle.model import DeviceWeights
 from reprise.spec.eagle.tree_search import FIRST_TOKEN, Search
 
 Constants = tuple[DeviceWeights, jax.Array]  # weights, and the rollout key
-State = tuple[Cache, jax.Array]  # cache, and features of the last entry of each row, [R, D]
+State = tuple[KVCache, jax.Array]  # cache, and features of the last entry of each row, [R, D]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,46 +45,27 @@ class TreeDrafting:
     first_token: ClassVar[int] = FIRST_TOKEN
     apart: ClassVar[bool] = True
 
-    def catch_up(self, given: Inputs, cache: Cache, table_PX: jax.Array) -> Cache:
+    def catch_up(self, given: Inputs, cache: KVCache, table_PX: jax.Array) -> KVCache:
         (weights, _), [states] = given
         row_P, slot_P, first_P, tokens_PC = unpack_chunks(table_PX)
         at_P = first_P - FIRST_TOKEN
         windows = states, slot_P, at_P, tokens_PC
         k_PCKh, v_PCKh, _ = _entries(self.search.config, weights, *windows)
-        if isinstance(cache, PagedCache):
-            return _in_pages(cache, row_P, at_P, k_PCKh, v_PCKh)
-        places_P2 = jnp.stack([row_P, at_P], axis=1)
+        return _written(cache, row_P, at_P, k_PCKh, v_PCKh)
 
-        def put(rows: jax.Array, new: jax.Array, axis: int) -> jax.Array:
-            dims = jax.lax.ScatterDimensionNumbers((1, 2, 3), (0,), (0, axis))
-            dropped = jax.lax.GatherScatterMode.FILL_OR_DROP  # padding windows
-            new = new.astype(rows.dtype)
-            return kv_cache.pin(jax.lax.scatter(rows, places_P2, new, dims, mode=dropped))
-
-        [keys], [values] = cache.keys, cache.values
-        keys = put(keys, k_PCKh.transpose(0, 2, 3, 1), KEY_AXIS)
-        values = put(values, v_PCKh.transpose(0, 2, 1, 3), VALUE_AXIS)
-        return KVCache((keys,), (values,))
-
-    def begin(self, given: Inputs, cache: Cache, ends: RowEnds) -> State:
+    def begin(self, given: Inputs, cache: KVCache, ends: RowEnds) -> State:
         (weights, _), [states] = given
         at_rest, length_B = cache.num_positions + FIRST_TOKEN, ends.total_B - FIRST_TOKEN
         at_B = ends.starts(FIRST_TOKEN, at_rest) - FIRST_TOKEN
         windows = states, ends.slot_B, at_B, ends.tokens_BW
         k_BCKh, v_BCKh, g_BCD = _entries(self.search.config, weights, *windows)
         query_B11 = jnp.maximum(length_B - 1 - at_B, 0)[:, None, None]  # 0: an idle row
-        if isinstance(cache, PagedCache):
-            cache = _in_pages(cache, jnp.arange(len(at_B)), at_B, k_BCKh, v_BCKh)
-        else:
-            [keys], [values] = cache.keys, cache.values
-            keys = kv_cache.pin(kv_cache.write_keys(keys, k_BCKh, at_B))
-            values = kv_cache.pin(kv_cache.write_values(values, v_BCKh, at_B))
-            cache = KVCache((keys,), (values,))
+        cache = _written(cache, jnp.arange(len(at_B)), at_B, k_BCKh, v_BCKh)
         return cache, jnp.take_along_axis(g_BCD, query_B11, axis=1)[:, 0]
 
     def draft(
         self, constants: Constants, state: State, ends: RowEnds, depth: jax.Array, max_tokens: int
-    ) -> tuple[Cache, DraftTrees]:
+    ) -> tuple[KVCache, DraftTrees]:
         (weights, key), (cache, g_RD) = constants, state
         where = weights, cache, g_RD, ends, depth, key, max_tokens
         return cache, tree_search.search_from(*where, search=self.search)
@@ -117,27 +97,27 @@ class TreeDrafting:
         return jax.lax.while_loop(more, some, (jnp.int32(0), *state))[1:]
 
 
-def _in_pages(
-    cache: PagedCache, row_P: jax.Array, at_P: jax.Array, k_PCKh: jax.Array, v_PCKh: jax.Array
-) -> PagedCache:
+def _written(
+    cache: KVCache, row_P: jax.Array, at_P: jax.Array, k_PCKh: jax.Array, v_PCKh: jax.Array
+) -> KVCache:
     """Write windows of entries from `at` on; entries without a page are dropped."""
     P, C = k_PCKh.shape[:2]
     nth_X, position_X = places_of_windows(at_P, C)
     keys, values = (x.reshape(P * C, *x.shape[2:]) for x in (k_PCKh, v_PCKh))
-    return cache.put((keys,), (values,), (), row_P[nth_X], position_X)
+    return cache.put(Entries((keys,), (values,)), row_P[nth_X], position_X)
 
 
 def _entries(
     config: EagleConfig,
     weights: DeviceWeights,
-    states: Any,
+    states: PagedStates,
     slot_P: jax.Array,
     at_P: jax.Array,
     tokens_PC: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return keys and values, [P, C, K, h], and features [P, C, D] of windows of entries."""
     C = tokens_PC.shape[1]
-    hidden_PCW = kv_cache.state_windows(states, slot_P, at_P, C)
+    hidden_PCW = states.windows(slot_P, at_P, C)
     positions_PC = at_P[:, None] + jnp.arange(C)
     return _entries_of(config, weights, hidden_PCW, tokens_PC, positions_PC)
 
@@ -201,8 +181,8 @@ class EagleDrafter(CachingDrafter):
     def features(self) -> tuple[Any, ...]:
         return (self._states.array(),)
 
-    def empty_features(self, num_slots: int, num_positions: int) -> tuple[Any, ...]:
-        return (self._states.empty(num_slots, num_positions),)
+    def empty_features(self, num_slots: int) -> tuple[Any, ...]:
+        return (self._states.empty(num_slots),)
 
     def note_drafts(
         self, live: LiveSlots, rows_A: np.ndarray, tokens_AX: np.ndarray, count_A: np.ndarray

@@ -18,18 +18,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from reprise.models import kv_cache
 from reprise.models.attention import (
     After,
-    CachedLayer,
     PartialSoftmax,
     Portable,
     merged,
     partial_attention,
 )
 from reprise.models.cached_attention import is_in_order
-from reprise.models.kv_cache import KEY_AXIS, VALUE_AXIS
-from reprise.models.paged_cache import Cache
+from reprise.models.entries import KEY_AXIS, VALUE_AXIS, pin
+from reprise.models.kv_cache import KVCache, Pages
 from reprise.models.transformer import Attend
 from reprise.spec import sampling
 from reprise.spec.draft_cache.drafting import DraftTrees, RowEnds
@@ -73,7 +71,7 @@ class Search:
 
 def search_from(
     weights: DeviceWeights,
-    cache: Cache,
+    cache: KVCache,
     g_BD: jax.Array,
     ends: RowEnds,
     depth: jax.Array,
@@ -173,8 +171,8 @@ class _Columns:
         put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=column)
         k_BKhN, v_BKNh = k_BNKh.transpose(0, 2, 3, 1), v_BNKh.transpose(0, 2, 1, 3)
         return _Columns(
-            kv_cache.pin(put(self.keys, k_BKhN.astype(self.keys.dtype), axis=KEY_AXIS)),
-            kv_cache.pin(put(self.values, v_BKNh.astype(self.values.dtype), axis=VALUE_AXIS)),
+            pin(put(self.keys, k_BKhN.astype(self.keys.dtype), axis=KEY_AXIS)),
+            pin(put(self.values, v_BKNh.astype(self.values.dtype), axis=VALUE_AXIS)),
             put(self.parents_BX, parents_BN, axis=1),
         )
 
@@ -187,7 +185,7 @@ class _Drafting:
     weights: DeviceWeights
     ends: RowEnds
     key: jax.Array
-    cached: CachedLayer
+    cached: Pages
     dtype: Any
 
     @property
@@ -204,7 +202,7 @@ class _Drafting:
             jnp.zeros((B, K, size, h), self.dtype),
         )
         parents_BX = jnp.full((B, size), -1, jnp.int32)
-        return _Columns(kv_cache.pin(keys), kv_cache.pin(values), parents_BX)
+        return _Columns(pin(keys), pin(values), parents_BX)
 
     def of_cache(self, q_BNHh: jax.Array) -> PartialSoftmax:
         """Attend to all cached entries of a row, or to no entries if the row is idle."""
@@ -223,10 +221,8 @@ class _Drafting:
         A node sees the first `length` entries of its row, its ancestors and itself. The CPU kernel
         reads only these; without that kernel, `portable` computes the result.
         """
-        rows = self.cached
-        if not isinstance(rows, kv_cache.Rows) or not is_in_order(
-            self.dtype, rows.values_BKSh, is_paged=False
-        ):
+        pages = self.cached
+        if not pages.for_cpu or not is_in_order(self.dtype, pages.values_PKTh):
             return portable()
         (B, X), N = new.parents_BX.shape, q_BNHh.shape[1]
         b_B1, x_X = jnp.arange(B, dtype=jnp.int32)[:, None], jnp.arange(X)
@@ -244,7 +240,7 @@ class _Drafting:
 
         k_BXKh, v_BXKh = new.keys.transpose(0, 3, 1, 2), new.values.transpose(0, 2, 1, 3)
         k_XKh, v_XKh = (x.reshape(B * X, *x.shape[2:]) for x in (k_BXKh, v_BXKh))
-        out_XHh = rows.of_new(of_all(q_BNHh), k_XKh, v_XKh, after, lambda: of_all(portable()))
+        out_XHh = pages.of_new(of_all(q_BNHh), k_XKh, v_XKh, after, lambda: of_all(portable()))
         out_BXHh = out_XHh.reshape(B, X, *out_XHh.shape[1:])
         return jax.lax.dynamic_slice_in_dim(out_BXHh, first, N, axis=1)
 

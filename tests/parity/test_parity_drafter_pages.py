@@ -8,7 +8,7 @@ from parity_model import MODEL, ONE_SIZE, SAMPLINGS, STEP_KEY, differences
 from test_parity_draft_model import drafter as draft_model
 from test_parity_learned import learned
 
-from reprise.models.paged_cache import PagedCache
+from reprise.models.kv_cache import KVCache
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec
 from reprise.spec.budget.budget import FixedBudget, SeeingBudget
@@ -49,7 +49,7 @@ def test_drafts_from_pages_are_those_from_rows(golden, rollout, make):
         noted = drafter()
         got = rollout("plain", engine=engine, drafter=noted, budget=budget)
         assert not differences(golden("plain"), got)
-        assert isinstance(noted.drafter._held.arrays, PagedCache)
+        assert isinstance(noted.drafter._held.arrays, KVCache)
         assert share_of_same(from_rows.trees, noted.trees) > 0.99
 
     engine, drafter = make(**PAGED, pages=14)

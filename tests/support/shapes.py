@@ -30,7 +30,7 @@ class OneSize(EngineConfig):
 PLAIN = EngineConfig(
     slots=4,
     min_slots=4,
-    min_positions=32,
+    page_tokens=32,
     rounds_per_fetch=4,
     max_nodes=4,
     prefill_rows=2,
@@ -39,7 +39,7 @@ PLAIN = EngineConfig(
 SPEC = EngineConfig(
     slots=8,
     min_slots=8,
-    min_positions=64,
+    page_tokens=64,
     rounds_per_fetch=8,
     max_nodes=8,
     prefill_rows=4,

@@ -1,14 +1,13 @@
-"""Attention of new tokens over the rows of a cache, or over pages, on CPUs.
+"""Attention of new tokens over the pages of a cache, on CPUs.
 
 XLA on CPUs multiplies the small matrices of a batch in sequence on one core, and reads dead
 positions. Here a part is some of the rows with one key/value head, and a row is read up to its
 length, as float32 or bfloat16. Decoding, trees, chunks and training sum in one order, by position
 (`cpu_sums`), in float32.
 
-A run is up to `AT_ONCE` tokens of a row. Shape suffixes: X tokens, B rows, S positions, N pages of
-a row, T positions of a page, H heads, K key/value heads, G = H/K, h head size, Y queries of one
-key/value head, V positions that a query sees, P tokens of a path. Pages of keys and values are
-[page, K, T, h].
+A run is up to `AT_ONCE` tokens of a row. Shape suffixes: X tokens, B rows, N pages of a row, P
+pages, T positions of a page, H heads, K key/value heads, G = H/K, h head size, Y queries of one
+key/value head, V positions that a query sees. In `_attend`, P are the tokens of a path.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ import numpy as np
 from reprise.models.kernels import cpu_calls
 from reprise.models.kernels.cpu_sums import (
     AT_ONCE,
-    BLOCK,
     all_dots,
-    as_float,
     dots,
     exponentials,
     fast,
@@ -33,7 +30,7 @@ from reprise.models.kernels.cpu_sums import (
 )
 from reprise.models.kernels.cpu_tiles import LANES, LINE
 
-NAME = "reprise_attend_cached_rows"
+NAME = "reprise_attend_pages"
 PART_PRODUCTS = 2**19  # about, of a part; scheduling a smaller part costs more than computing it
 _task = cpu_calls.task_of(NAME)
 
@@ -47,24 +44,24 @@ def attend(
     q_XHh: jax.Array,
     k_XKh: jax.Array,
     v_XKh: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    keys_PKhT: jax.Array,
+    values_PKTh: jax.Array,
+    table_BN: jax.Array,
     row_X: jax.Array,
     length_X: jax.Array,
     parent_X: jax.Array,
-    *table_BN: jax.Array,
 ) -> jax.Array:
     """Return softmax(q·k/√h)·v over cached positions, the ancestors of a token, and the token.
 
     Token x follows token `parent_X[x]`, or the first `length` positions of its row if that is −1.
-    Tokens without a row get zeros. Keys are [B, K, h, S] and values [B, K, S, h]; with a table both
-    are pages. The result is [X, H, h] in the dtype of `v_XKh`.
+    Tokens without a row get zeros. The result is [X, H, h] in the dtype of `v_XKh`.
     """
-    assert keys.dtype == values.dtype, "one size of numbers"
+    assert keys_PKhT.dtype == values_PKTh.dtype, "one size of numbers"
     register()
     new = (x.astype(jnp.float32) for x in (q_XHh, k_XKh, v_XKh))
     call = jax.ffi.ffi_call(NAME, jax.ShapeDtypeStruct(q_XHh.shape, jnp.float32))
-    return call(*new, keys, values, row_X, length_X, parent_X, *table_BN).astype(v_XKh.dtype)
+    pages = keys_PKhT, values_PKTh, row_X, length_X, parent_X, table_BN
+    return call(*new, *pages).astype(v_XKh.dtype)
 
 
 @fast
@@ -131,18 +128,11 @@ def _path(parent_X, x, state_2, path_X):  # type: ignore[no-untyped-def]
 
 
 @fast
-def _scores(q_Yh, keys, table_BN, b, k, length, page_hT, score_YV):  # type: ignore[no-untyped-def]
+def _scores(q_Yh, keys, table_BN, b, k, length, score_YV):  # type: ignore[no-untyped-def]
     """Fill in q · k of queries with the first `length` positions of row b."""
-    if not len(table_BN):
-        for first in range(0, length, BLOCK):
-            all_dots(q_Yh, keys[b, k], first, min(first + BLOCK, length), score_YV, first)
-        return
-    T = page_hT.shape[1]
+    T = keys.shape[3]
     for first in range(0, length, T):
-        page_Th = keys[max(table_BN[b, first // T], 0), k]
-        for s in range(T):
-            for j in range(len(page_hT)):
-                page_hT[j, s] = as_float(page_Th[s, j])
+        page_hT = keys[max(table_BN[b, first // T], 0), k]
         all_dots(q_Yh, page_hT, 0, min(T, length - first), score_YV, first)
 
 
@@ -151,13 +141,10 @@ def _mix(weight_YV, values, table_BN, b, k, length, num_queries, out_Yh):  # typ
     """Add the weighted values of the first `length` positions of row b."""
     weight, out = weight_YV.ctypes.data, out_Yh.ctypes.data
     V, h = weight_YV.shape[1], values.shape[3]
-    size = values.shape[2] if len(table_BN) else BLOCK
-    for first in range(0, length, size):
-        if len(table_BN):
-            value = values[max(table_BN[b, first // size], 0), k].ctypes.data
-        else:
-            value = values[b, k, first:].ctypes.data
-        count = min(size, length - first)
+    T = values.shape[2]
+    for first in range(0, length, T):
+        value = values[max(table_BN[b, first // T], 0), k].ctypes.data
+        count = min(T, length - first)
         bytes_ = values.itemsize
         mix_all(weight + 4 * first, V, 1, value, h, out, num_queries, count, bytes_)
 
@@ -166,11 +153,11 @@ def _mix(weight_YV, values, table_BN, b, k, length, num_queries, out_Yh):  # typ
 def _attend(q_XHh, k_XKh, v_XKh, keys, values, places, table_BN, part, out_XHh):  # type: ignore[no-untyped-def]
     """Attend with the query heads of one key/value head, for a group of runs."""
     X, H, h = q_XHh.shape
-    B, K, S, _ = values.shape
+    _, K, T, _ = values.shape
     row_X, length_X, parent_X = places
-    if len(table_BN):
-        B, S = len(table_BN), S * table_BN.shape[1]
-    G, page_hT = H // K, np.empty((h, values.shape[2] if len(table_BN) else 0), np.float32)
+    B = len(table_BN)
+    S = T * table_BN.shape[1]
+    G = H // K
     k = part % K
     group = part // K
     total, num_runs = _size(row_X, length_X, B)
@@ -204,7 +191,7 @@ def _attend(q_XHh, k_XKh, v_XKh, keys, values, places, table_BN, part, out_XHh):
         length, num_queries = min(max(length_X[begin], 0), S), (end - begin) * G
         for y in range(num_queries):
             q_Yh[y] = q_XHh[begin + y // G, k * G + y % G]
-        _scores(q_Yh[:num_queries], keys, table_BN, b, k, length, page_hT, score_YV)
+        _scores(q_Yh[:num_queries], keys, table_BN, b, k, length, score_YV)
         for x in range(begin, end):
             for p in range(_path(parent_X, x, key_path_2, key_path_X), key_path_2[1]):
                 keyT_hX[:, p] = k_XKh[key_path_X[p], k]
@@ -232,15 +219,12 @@ def _run(call, part):  # type: ignore[no-untyped-def]
     X, H, h = cpu_calls.sizes(call, 0, 3)
     K = cpu_calls.sizes(call, 1, 3)[1]
     P, _, T, _ = cpu_calls.sizes(call, 4, 4)
-    is_paged = call[cpu_calls.NUM_INPUTS] > 8
-    B, N = 0, 0
-    if is_paged:
-        B, N = cpu_calls.sizes(call, 8, 2)
+    B, N = cpu_calls.sizes(call, 8, 2)
     q, out = cpu_calls.floats(call, 0, (X, H, h)), cpu_calls.output(call, 0, (X, H, h))
     k, v = cpu_calls.floats(call, 1, (X, K, h)), cpu_calls.floats(call, 2, (X, K, h))
     places = _places(call)
-    table = cpu_calls.integers(call, 8 if is_paged else 5, (B, N))
-    key_shape, value_shape = (P, K, T, h) if is_paged else (P, K, h, T), (P, K, T, h)
+    table = cpu_calls.integers(call, 8, (B, N))
+    key_shape, value_shape = (P, K, h, T), (P, K, T, h)
     if cpu_calls.number_bytes(call, 3) == 4:
         keys, values = cpu_calls.floats(call, 3, key_shape), cpu_calls.floats(call, 4, value_shape)
         _attend(q, k, v, keys, values, places, table, part, out)
@@ -265,8 +249,7 @@ def _begin(call):  # type: ignore[no-untyped-def]
     _, H, h = cpu_calls.sizes(call, 0, 3)
     K = cpu_calls.sizes(call, 1, 3)[1]
     row_X, length_X, _ = _places(call)
-    is_paged = call[cpu_calls.NUM_INPUTS] > 8
-    num_rows = cpu_calls.sizes(call, 8 if is_paged else 4, 1)[0]
+    num_rows = cpu_calls.sizes(call, 8, 1)[0]
     total, num_runs = _size(row_X, length_X, num_rows)
     num_parts = K * _num_groups(total, num_runs, H, K, h)
     return cpu_calls.begin(call, num_parts, total * H * h, _task())

@@ -1,0 +1,119 @@
+"""Cache entries that are not in the cache yet, and the kinds of cache arrays.
+
+A round computes entries of nodes and of chunks. Accepted entries of nodes wait in `Pending` until
+the next round, which writes before it reads, so that writes stay in place.
+
+Shape suffixes: M nodes, P pending entries, K key/value heads, h head size, W feature width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from reprise.models.config import ModelConfig
+from reprise.models.layout import CACHE_AXES, ENTRY_AXES, FEATURE_AXES
+from reprise.models.sharding import constrain
+
+KEY_AXIS = 3  # of positions in the keys of a CPU
+VALUE_AXIS = 2  # of positions in values and features, and in the keys of an accelerator
+
+
+class Kind(NamedTuple):
+    """The position axis of a cache array, and its logical axes (models.layout)."""
+
+    axis: int
+    axes: tuple[str | None, ...]
+
+
+KEYS = Kind(KEY_AXIS, CACHE_AXES)
+VALUES = Kind(VALUE_AXIS, CACHE_AXES)
+FEATURES = Kind(VALUE_AXIS, FEATURE_AXES)
+
+
+def pin(array: jax.Array, kind: Kind = VALUES) -> jax.Array:
+    """Pin keys or values of a layer, or features, to the sharding of models.layout."""
+    return constrain(array, *kind.axes)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Entries:
+    """Keys and values of M nodes in every layer, `[M, K, h]`, and features `[M, W]` or none."""
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+    features: tuple[jax.Array, ...] = ()
+
+    def take(self, part: slice, dtype: Any) -> Entries:
+        """Return a part of the entries, in the dtype and sharding of a cache."""
+
+        def some(x: jax.Array) -> jax.Array:
+            return constrain(x[part].astype(dtype), *ENTRY_AXES[: x.ndim])
+
+        return jax.tree.map(some, self)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """Entries that one round computes and the next round writes in place before it reads.
+
+    Keys and values of every layer are `[P, K, h]`, features `[P, W]` or none. Entry i belongs to
+    `position_P[i]` of row `row_P[i]`; only entries `order_P[:count]` are written.
+    """
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+    features: tuple[jax.Array, ...]
+    row_P: jax.Array
+    position_P: jax.Array
+    order_P: jax.Array
+    count: jax.Array
+
+    def replaced(
+        self, entries: Entries, row_M: jax.Array, position_M: jax.Array, accepted_M: jax.Array
+    ) -> Pending:
+        """Return the M ≤ P entries of a new round; only `accepted_M` will be written."""
+
+        def put(old: jax.Array, new: jax.Array) -> jax.Array:
+            new = constrain(new.astype(old.dtype), *ENTRY_AXES[: old.ndim])
+            return jax.lax.dynamic_update_slice(old, new, (0,) * old.ndim)
+
+        return Pending(
+            keys=jax.tree.map(put, self.keys, entries.keys),
+            values=jax.tree.map(put, self.values, entries.values),
+            features=jax.tree.map(put, self.features, entries.features),
+            row_P=put(self.row_P, row_M),
+            position_P=put(self.position_P, position_M),
+            order_P=put(self.order_P, jnp.argsort(~accepted_M)),
+            count=jnp.sum(accepted_M, dtype=jnp.int32),
+        )
+
+
+def no_pending(
+    config: ModelConfig,
+    num_entries: int,
+    dtype: jnp.dtype,
+    feature_layers: tuple[int, ...] | None = None,
+    zeros: Callable[..., Any] = jnp.zeros,
+) -> Pending:
+    """Return P entries with a count of 0; `zeros(shape, dtype)` makes each array."""
+    P = num_entries
+    shape = P, config.num_kv_heads, config.head_dim
+    features: tuple[jax.Array, ...] = ()
+    if feature_layers is not None:
+        features = (zeros((P, config.d_model * (len(feature_layers) + 1)), dtype),)
+    return Pending(
+        keys=tuple(zeros(shape, dtype) for _ in range(config.num_layers)),
+        values=tuple(zeros(shape, dtype) for _ in range(config.num_layers)),
+        features=features,
+        row_P=zeros((P,), jnp.int32),
+        position_P=zeros((P,), jnp.int32),
+        order_P=zeros((P,), jnp.int32),
+        count=zeros((), jnp.int32),
+    )
