@@ -63,16 +63,17 @@ class Split:
         return jnp.where((own >= 0) & (own < num_here), own, -1)
 
 
-def is_in_order(dtype: Any, values_PKTh: jax.Array) -> str | None:
+def is_in_order(dtype: Any, values_PKTh: jax.Array, *, for_cpu: bool) -> str | None:
     """Return the platform if its kernel attends in one order, by position, else None.
 
-    `dtype` is the dtype of the queries.
+    `dtype` is the dtype of the queries; the cache is laid out `for_cpu`, or for accelerators.
     """
     (*_, page_tokens, head_dim), dtypes = values_PKTh.shape, (dtype, values_PKTh.dtype)
-    if (platform := platform_in_use()) == "cpu":
+    if for_cpu:
         from reprise.models.kernels import page_attention_cpu  # numba: half a second to import
 
-        return platform if page_attention_cpu.takes(head_dim, *dtypes) else None
+        return "cpu" if page_attention_cpu.takes(head_dim, *dtypes) else None
+    platform = platform_in_use()
     if platform not in ("cuda", "tpu"):
         return None
     from reprise.models.kernels import page_attention_gpu, page_attention_tpu
@@ -90,14 +91,16 @@ def attend_in_order(
     after: After,
     portable: Portable,
     table_BN: jax.Array,
-    has_own_slots: bool = False,
+    *,
+    for_cpu: bool,
+    has_own_slots: bool,
 ) -> jax.Array:
     """Compute `Pages.of_new` by a kernel, else by `portable`.
 
     With `has_own_slots`, each part of a mesh has the same number of slots, in order, and their
     pages.
     """
-    platform = is_in_order(new[0].dtype, held[1])
+    platform = is_in_order(new[0].dtype, held[1], for_cpu=for_cpu)
     if not platform:
         return portable()
     split = Split.of_cache(held[1])
@@ -105,6 +108,8 @@ def attend_in_order(
         return portable()
     of_parts = _of_own_slots if has_own_slots and split.batch else _of_any_slots
     kernel = partial(of_parts, partial(_by_kernel, platform), split, new, held, after, table_BN)
+    if for_cpu:
+        return kernel()
     return jax.lax.platform_dependent(**{platform: kernel}, default=portable)
 
 

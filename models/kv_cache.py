@@ -100,6 +100,7 @@ class Pages:
             after,
             portable,
             self.table_BN,
+            for_cpu=self.for_cpu,
             has_own_slots=not self.anywhere,
         )
 
@@ -123,7 +124,7 @@ class Pages:
 
         Slots without a page at `start` write nothing, and get 0 if N is 1.
         """
-        platform = is_in_order(q_BNHh.dtype, self.values_PKTh)
+        platform = is_in_order(q_BNHh.dtype, self.values_PKTh, for_cpu=self.for_cpu)
         is_one_kernel = platform in (None, "tpu")  # TPUs have one kernel for both
         if self.for_cpu or q_BNHh.shape[1] > 1 or not is_one_kernel:
             return self._append_window(q_BNHh, k_BNKh, v_BNKh, start_B)

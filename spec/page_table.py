@@ -24,6 +24,11 @@ def spread(num_slots: int, slot_pages: int, num_pages: int, ways: int) -> np.nda
     return np.concatenate(parts).astype(np.int32)
 
 
+def _parts(num_slots: int, ways: int) -> list[int]:
+    """Return the part of the mesh that each slot is in."""
+    return [slot * ways // num_slots for slot in range(num_slots)]
+
+
 class PageTable:
     """The tables of B slots over P pages of T positions, in `ways` equal parts."""
 
@@ -35,6 +40,7 @@ class PageTable:
         self.pages_BN = np.full((num_slots, slot_pages), NO_PAGE, np.int32)
         self.held_B = np.zeros(num_slots, np.int64)  # number of pages of each slot
         self.users_P = np.zeros(num_pages, np.int64)  # number of slots that use each page
+        self.part_B = _parts(num_slots, ways)
         each = num_pages // ways
         self._free = [list(range((w + 1) * each - 1, w * each - 1, -1)) for w in range(ways)]
 
@@ -44,10 +50,6 @@ class PageTable:
     def pages_for(self, num_tokens: int) -> int:
         """Return the number of pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_tokens)
-
-    def part_of(self, slot: int) -> int:
-        """Return the part of the mesh that a slot is in."""
-        return slot * self.ways // len(self)
 
     def num_free(self, part: int) -> int:
         return len(self._free[part])
@@ -64,7 +66,7 @@ class PageTable:
         return self._extend(slot, self.pages_for(num_tokens) - held)
 
     def _extend(self, slot: int, more: int) -> bool:
-        free, held = self._free[self.part_of(slot)], int(self.held_B[slot])
+        free, held = self._free[self.part_B[slot]], int(self.held_B[slot])
         assert held + more <= self.pages_BN.shape[1], "more positions than a slot may have"
         if more > len(free):
             return False
@@ -83,7 +85,7 @@ class PageTable:
         assert self.held_B[slot] == 0 and source != slot, (source, slot)
         theirs = self.pages_of(source, num_tokens).tolist()
         full = num_tokens // self.page_tokens
-        shared = full if self.part_of(source) == self.part_of(slot) else 0
+        shared = full if self.part_B[source] == self.part_B[slot] else 0
         for n, page in enumerate(theirs[:shared]):
             self.pages_BN[slot, n] = page
             self.users_P[page] += 1
@@ -115,6 +117,7 @@ class PageTable:
         index = np.asarray(rows)
         self.pages_BN = np.where(index[:, None] < 0, NO_PAGE, before[np.maximum(index, 0)])
         self.held_B = np.where(index < 0, 0, held_B[np.maximum(index, 0)])
+        self.part_B = _parts(len(index), self.ways)
 
     def used_by(self, slots: Sequence[int]) -> np.ndarray:
         """Return a mask of the pages that these slots use; bool [P]."""

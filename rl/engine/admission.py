@@ -186,15 +186,15 @@ def assign(
             reusable_R = table.reusable_tokens(p.request, free)
             best = int(reusable_R.max(initial=0))
             holders = [r for r, n in zip(free, reusable_R, strict=True) if n == best > 0]
-        first = {pages.part_of(r): r for r in reversed(free) if r not in holders}  # by part
+        first = {pages.part_B[r]: r for r in reversed(free) if r not in holders}  # by part
         left = {
-            row: room[pages.part_of(row)] - needed + common.num_pages(p, number, row)
+            row: room[pages.part_B[row]] - needed + common.num_pages(p, number, row)
             for row in (*first.values(), *holders)
         }
         row = max(left, key=lambda r: (left[r] >= 0, r in holders, left[r], -free.index(r)))
         if left[row] < 0 and (rows or table.num_busy):
             break
-        room[pages.part_of(row)] = left[row]
+        room[pages.part_B[row]] = left[row]
         common.add(p, number, row)
         free.remove(row)
         rows.append(row)
@@ -207,7 +207,7 @@ def _room(table: SlotTable, pages: PageTable, fetch_tokens: int, busy: Sequence[
     room = [len(some) - int(some.sum()) for some in np.split(used_P, pages.ways)]
     for row in busy:
         more = pages.pages_for(int(needed[row])) - int(pages.held_B[row])
-        room[pages.part_of(row)] -= max(0, more)
+        room[pages.part_B[row]] -= max(0, more)
     return room
 
 
@@ -216,13 +216,13 @@ class _Common:
 
     def __init__(self, pages: PageTable, table: SlotTable, busy: Sequence[int]) -> None:
         self._pages, self._table, self._used_P = pages, table, pages.used_by(busy)
-        key = {row: (pages.part_of(row), int(table.prompt_B[row])) for row in busy}
+        key = {row: (pages.part_B[row], int(table.prompt_B[row])) for row in busy}
         self._wanted = set(key.values())  # also by rows that still lack the prompt
         self._held = {key[row] for row in busy if table.prompts[row] is not None}
 
     def num_pages(self, p: PartialRequest, number: int, row: int) -> int:
         """Return how many pages request `p`, with this prompt, would share in this row."""
-        key, prompt_tokens = (self._pages.part_of(row), number), len(p.request.prompt_ids) - 1
+        key, prompt_tokens = (self._pages.part_B[row], number), len(p.request.prompt_ids) - 1
         full = prompt_tokens // self._pages.page_tokens
         if p.kv is not None:
             return full if key in self._held else 0
@@ -232,7 +232,7 @@ class _Common:
 
     def add(self, p: PartialRequest, number: int, row: int) -> None:
         """Record that request `p` was assigned to `row`."""
-        key, reused = (self._pages.part_of(row), number), self._reused(p, row)
+        key, reused = (self._pages.part_B[row], number), self._reused(p, row)
         self._wanted.add(key)
         if p.kv is not None or reused == len(p.request.prompt_ids) - 1 > 0:
             self._held.add(key)

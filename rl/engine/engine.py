@@ -70,6 +70,7 @@ class Engine(ModelRunner):
         super().__post_init__()
         self.stats = EngineStats()
         self._rows = SlotCache(self)
+        self._table = self._rows.table  # of the current rollout
 
     @property
     def engines(self) -> Sequence[Engine]:
@@ -158,7 +159,6 @@ class Engine(ModelRunner):
         self._kv_tokens = UNLIMITED if kv_tokens is None else kv_tokens
         drafting = spec.drafts(self.drafter_context(spec))
         self._speculator = Speculator(self.config, drafting, self.stats)
-        self._rounds = Rounds(self, self._rows, spec, self._speculator, self.stats)
         num_slots, cached = self.slots_for(max_requests), None
         self.expect(max_requests, max_tokens)
         endings = spec.endings()
@@ -177,10 +177,15 @@ class Engine(ModelRunner):
         # a fetch may write one token past the end
         lora = self.model.lora
         table = SlotTable(
-            *(num_slots, max_tokens + 1, endings, cached),
+            num_slots,
+            max_tokens + 1,
+            endings,
+            cached,
             keeps_responses=spec.keeps_responses,
             num_adapters=1 if lora is None else lora.places,
         )
+        self._table = table
+        self._rounds = Rounds(self, self._rows, table, spec, self._speculator, self.stats)
         self._waiting = WaitingQueue(table.known_prompts)
         delivery = StateDelivery(spec.sink, in_turn=self.spans_processes)
         with self.mesh_context(), delivery as self._delivery:
@@ -287,10 +292,6 @@ class Engine(ModelRunner):
         if decides or spec.times is None:
             return None
         return ChunkPrice(spec.times, self.drawing_tokens)
-
-    @property
-    def _table(self) -> SlotTable:
-        return self._rows.table
 
     # -- admission ---------------------------------------------------------
 

@@ -91,7 +91,7 @@ class PageMemory:
         for row in rows:
             if row in leaving:
                 continue
-            part, waits = self._pages.part_of(row), self._waits(table, row, older)
+            part, waits = self._pages.part_B[row], self._waits(table, row, older)
             while not waits and not self.reserve(row, int(needed_B[row])):
                 if self._forget_prompt(table, part):
                     continue
@@ -107,13 +107,13 @@ class PageMemory:
 
     def _leaves(self, row: int, needing: int, part: int, leaving: Sequence[int]) -> bool:
         holds = self._pages.held_B[row] > 0 or row == needing
-        return holds and row not in leaving and self._pages.part_of(row) == part
+        return holds and row not in leaving and self._pages.part_B[row] == part
 
     def _waits(self, table: SlotTable, row: int, older: Collection[tuple[int, int]]) -> bool:
         """Return whether a row without pages waits for its prompt from an `older` row or holder."""
         if self._pages.held_B[row] or not self._lacks_prompt(table, row):
             return False
-        part, number = self._pages.part_of(row), int(table.prompt_B[row])
+        part, number = self._pages.part_B[row], int(table.prompt_B[row])
         return (part, number) in older or bool(self._holders(table, part, number))
 
     @staticmethod
@@ -123,7 +123,7 @@ class PageMemory:
     def _holders(self, table: SlotTable, part: int, number: int) -> list[int]:
         """Return the rows of a part that have pages and hold this prompt in full."""
         rows = [row for row, prompt in enumerate(table.prompts) if prompt == number]
-        return [r for r in rows if self._pages.part_of(r) == part and self._pages.held_B[r]]
+        return [r for r in rows if self._pages.part_B[r] == part and self._pages.held_B[r]]
 
     def _forget_prompt(
         self, table: SlotTable, part: int, *, source: int = -1, last_resort: bool = False
@@ -137,12 +137,12 @@ class PageMemory:
             number
             for row, number in missing.items()
             if self._lacks_prompt(table, row) and not pages.held_B[row]
-            if pages.part_of(row) == part
+            if pages.part_B[row] == part
         }
         ranked = [
             (is_last, table.prompts[row] in self._wanted_later, row)
             for row in table.free_rows()
-            if pages.held_B[row] and pages.part_of(row) == part and row != source
+            if pages.held_B[row] and pages.part_B[row] == part and row != source
             for number in [table.prompts[row]]
             for is_last in [number in waited_for and len(self._holders(table, part, number)) == 1]
         ]
@@ -179,7 +179,7 @@ class PageMemory:
         """
         pages, self._shared = self._pages, {}
         for kv, row in brought:
-            part = pages.part_of(row)
+            part = pages.part_B[row]
             full = (int(table.prompt_tokens_B[row]) - 1) // pages.page_tokens
             holders = self._holders(table, part, int(table.prompt_B[row])) if full > 0 else []
             if holders:
@@ -212,9 +212,10 @@ class PageMemory:
         is_shared = rest and self._pages.users_P[self._pages.pages_BN[row, full]] > 1
         return num_tokens - rest if is_shared else num_tokens
 
-    def parts(self, num_rows: int) -> Sequence[int]:
-        """Return the part of the mesh of each row."""
-        return [self._pages.part_of(row) for row in range(num_rows)]
+    @property
+    def part_B(self) -> Sequence[int]:
+        """The part of the mesh of each row."""
+        return self._pages.part_B
 
     def has_room(self, row: int) -> bool:
         """Return whether a row can compute its missing tokens now; a waiting row has no page."""
@@ -262,7 +263,7 @@ class PageMemory:
     ) -> list[tuple[int, int]] | None:
         """Share a prompt and reserve pages for a row; return the pages to copy, None if too few."""
         self._release(row)
-        part, self._stale = self._pages.part_of(row), True
+        part, self._stale = self._pages.part_B[row], True
         needed = int(admission.needed_B(table, self._fetch_tokens)[row])
         while True:
             copied = self._pages.share(source, row, int(table.prompt_tokens_B[row]) - 1)
@@ -318,7 +319,7 @@ class PageMemory:
     ) -> list[int] | None:
         """Return the rows to keep in a smaller batch, by part; None if the batch cannot shrink."""
         ways, pages = self._pages.ways, self._pages
-        by_part = [[r for r in useful if pages.part_of(r) == part] for part in range(ways)]
+        by_part = [[r for r in useful if pages.part_B[r] == part] for part in range(ways)]
         each, more = divmod(num_slots, ways)
         if more or any(table.busy_B[rows[each:]].any() for rows in by_part):
             return None

@@ -58,21 +58,20 @@ class Rounds:
         self,
         runner: ModelRunner,
         rows: SlotCache,
+        table: SlotTable,
         spec: RolloutSpec,
         speculator: Speculator,
         stats: EngineStats,
     ) -> None:
-        self._runner, self._rows = runner, rows
+        self._runner = runner
+        self._rows = rows
+        self._table = table
         self._speculator, self._stats = speculator, stats
         self._stop_E, self._scheme = runner.put(spec.stop_ids), spec.sampling.scheme
         self._key, self.params = runner.put(spec.key), spec.params
         self.called_s = self.fetched_s = 0.0  # of the last call
         self._busy = False  # whether the device has a call that is not yet fetched
         self.cached_in_chunks = 0  # cached tokens that chunks of the last call decided on
-
-    @property
-    def _table(self) -> SlotTable:
-        return self._rows.table
 
     def run(
         self, live: LiveSlots, drafts: Drafts | None, decision: DraftDecision, limits: Limits

@@ -300,8 +300,7 @@ class SlotCache:
         table = self.table
         if not (missing := table.lacking()):  # as in most rounds
             return [], []
-        parts = self._memory.parts(len(table))
-        return admission.fills(missing, table.prompts, parts, table.busy_B.tolist())
+        return admission.fills(missing, table.prompts, self._memory.part_B, table.busy_B.tolist())
 
     def write_chunks(self, entries: Entries, chunks_TX: np.ndarray) -> int:
         """Write the chunk entries of a round; return how many of their tokens rows lacked."""

@@ -80,6 +80,8 @@ class SlotTable:
         self.keeps_responses = keeps_responses  # in free rows, for prompts that continue them
         self.endings = endings or Endings(SamplingConfig())
         self.cached = cached  # None: cached responses are not used
+        # whether cached responses are verified in chunks that draw
+        self.verifies_in_chunks = cached is not None and cached.in_chunks
         self.started: list[PartialRequest | None] = [None] * B  # requests as they entered rows
         self.known_prompts = Prompts()
         self.prompts: list[int | None] = [None] * B  # the prompt that a row holds in full
@@ -122,11 +124,6 @@ class SlotTable:
     def cached_tokens_B(self) -> np.ndarray:
         """Return the live cache positions of complete rows, which cover all tokens but the last."""
         return self.total_tokens_B - 1
-
-    @property
-    def verifies_in_chunks(self) -> bool:
-        """Return whether cached responses are verified in chunks that draw."""
-        return self.cached is not None and self.cached.in_chunks
 
     @property
     def known_tokens_B(self) -> np.ndarray:

@@ -172,11 +172,11 @@ class RowPages:
 
     def _take_from(self, rows: CachedRows, needing: int, may_lose_B: np.ndarray) -> bool:
         """Release another row of the same part: preferably unowned, then the least full."""
-        part_of, held_B = self._table.part_of, self._table.held_B
+        part_B, held_B = self._table.part_B, self._table.held_B
         others = [
             row
             for row in np.nonzero(may_lose_B & (held_B > 0))[0].tolist()
-            if part_of(row) == part_of(needing)
+            if part_B[row] == part_B[needing]
         ]
         if not others:
             return False

@@ -222,7 +222,7 @@ class _Drafting:
         reads only these; without that kernel, `portable` computes the result.
         """
         pages = self.cached
-        if not pages.for_cpu or not is_in_order(self.dtype, pages.values_PKTh):
+        if not pages.for_cpu or not is_in_order(self.dtype, pages.values_PKTh, for_cpu=True):
             return portable()
         (B, X), N = new.parents_BX.shape, q_BNHh.shape[1]
         b_B1, x_X = jnp.arange(B, dtype=jnp.int32)[:, None], jnp.arange(X)

@@ -133,7 +133,6 @@ Sampling.max_new_tokens = 8
 Sampling.draw = "cdf"
 Engine.slots = 8
 Engine.min_slots = 8
-Engine.min_positions = 16
 Engine.prefill_chunk_tokens = 8
 Engine.max_nodes = 2
 Engine.rounds_per_fetch = 4
