@@ -9,19 +9,18 @@ X = T·C.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from reprise.models.kernels import LOG2_E, NEGATIVE, power_of_two
 from reprise.models.layout import causal_block_tokens
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Packing:
     """Packed rows: several prompts, each with responses that do not see one another; int32.
 
@@ -58,8 +57,7 @@ def may_see(
     return same_BTS & ((branch_BS[:, None] == 0) | (branch_BT[:, :, None] == branch_BS[:, None]))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Trees:
     """Packed nodes by cache row: node m has place `place_M` in row `row_M`.
 
@@ -74,8 +72,7 @@ class Trees:
     path_BWW: jax.Array
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Chunks:
     """Chunks of known tokens, computed in the same round as nodes: C tokens from `start_T`.
 
@@ -87,7 +84,7 @@ class Chunks:
     slot_T: jax.Array
     start_T: jax.Array
     tokens_TC: jax.Array
-    are_apart: bool = dataclasses.field(default=False, metadata={"static": True})
+    are_apart: bool = struct.field(pytree_node=False, default=False)
 
     @staticmethod
     def of_table(table_TX: jax.Array, *, are_apart: bool = False) -> Chunks:
@@ -133,8 +130,7 @@ class Chunks:
         return jnp.where(own_XX, position_X <= position_X[:, None], same_XX & before_XX)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class PartialSoftmax:
     """A softmax over some of the keys: Σ 2^(score − top) · v, top, and Σ 2^(score − top).
 

@@ -8,12 +8,12 @@ Shape suffixes: M nodes, P pending entries, K key/value heads, h head size, W fe
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from reprise.models.config import ModelConfig
 from reprise.models.layout import CACHE_AXES, ENTRY_AXES, FEATURE_AXES
@@ -40,8 +40,7 @@ def pin(array: jax.Array, kind: Kind = VALUES) -> jax.Array:
     return constrain(array, *kind.axes)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Entries:
     """Keys and values of M nodes in every layer, `[M, K, h]`, and features `[M, W]` or none."""
 
@@ -58,8 +57,7 @@ class Entries:
         return jax.tree.map(some, self)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Pending:
     """Entries that one round computes and the next round writes in place before it reads.
 

@@ -24,6 +24,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.sharding import PartitionSpec
 
 from reprise.models.attention import (
@@ -43,16 +44,15 @@ from reprise.models.page_attention import append_and_attend, attend_pages, place
 CPU_WRITES = 16  # entries per write on a CPU
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Pages:
     """A layer of a `KVCache`; with `anywhere`, table rows are slots of any part of a mesh."""
 
     keys_PKTh: jax.Array
     values_PKTh: jax.Array
     table_BN: jax.Array
-    for_cpu: bool = dataclasses.field(default=False, metadata={"static": True})
-    anywhere: bool = dataclasses.field(default=False, metadata={"static": True})
+    for_cpu: bool = struct.field(pytree_node=False, default=False)
+    anywhere: bool = struct.field(pytree_node=False, default=False)
 
     def of_prefix(self, q_BWHh: jax.Array, length_B: jax.Array) -> PartialSoftmax:
         """Attend from W nodes of each slot to the first `length` positions of the slot."""
@@ -177,8 +177,7 @@ class Pages:
         return layer, out_XHh.reshape(q_BNHh.shape)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class PagedStates:
     """The features of all slots; `shape` is [B, 1, S, F], as if each slot had one array."""
 
@@ -198,8 +197,7 @@ class PagedStates:
         return self.pages_P1TF[jnp.maximum(page_XC, 0), 0, at_XC % T]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class KVCache:
     """Keys and values `[P, K, T, h]` of every layer, features `[P, 1, T, F]` or none, the table.
 
@@ -212,9 +210,9 @@ class KVCache:
     values: tuple[jax.Array, ...]
     features: tuple[jax.Array, ...]
     table_BN: Any
-    feature_layers: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
-    for_cpu: bool = dataclasses.field(default=False, metadata={"static": True})
-    anywhere: bool = dataclasses.field(default=False, metadata={"static": True})
+    feature_layers: tuple[int, ...] = struct.field(pytree_node=False, default=())
+    for_cpu: bool = struct.field(pytree_node=False, default=False)
+    anywhere: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def num_slots(self) -> int:

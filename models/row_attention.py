@@ -15,13 +15,13 @@ Sources: arXiv 1805.02867 (running softmax), arXiv 2205.14135 (blocks, and the b
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from reprise.models import sums_in_order_on_accelerators
 from reprise.models.attention import (
@@ -153,8 +153,7 @@ def _backward_by_kernel(
     return by_device(_kernel_of(platform).backward, inputs, _BACKWARD_AXES, results)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class _Blocks:
     """Blocks of queries [n, B, K, G, C, h], of keys and values [n, B, K, C, h], and seen pairs."""
 

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import struct
 
 from reprise.models.config import Layer
 from reprise.models.layers import PRODUCT
@@ -30,8 +31,7 @@ from reprise.models.sharding import constrain
 Step = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Adding:
     """A weight with total + gradient in place of its gradient.
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numba
 import numpy as np
+from flax import struct
 
 from reprise.models.attention import Chunks, Trees
 from reprise.models.kv_cache import Entries
@@ -27,8 +28,7 @@ NO_PARENT = -1  # of roots and padding
 NOT_GIVEN = -1
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Nodes:
     """Packed nodes, with int32 tokens, slots and parents; roots take their tokens from the slots.
 
@@ -181,8 +181,7 @@ def _paths(above_BW: jax.Array) -> jax.Array:
 DRAWN, KEPT = 1, 2  # kinds of emitted tokens; 0 if not emitted
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Drawn:
     """Draws of a round at each node; `emitted_M` marks the next tokens of the slots.
 

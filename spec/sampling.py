@@ -8,7 +8,6 @@ arithmetic here is float32.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from reprise.models.layers import PRODUCT_AXES, sum_in_order
 from reprise.models.sharding import constrain, ways_in_use
@@ -31,8 +31,7 @@ WHOLE_MASS = 2**30  # mass of the most likely token if masses are whole numbers
 LEAST = jnp.finfo(jnp.float32).min / 2  # logit of an impossible token
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Processing:
     """Traced temperature (float32), top-k (int32), top-p (float32): scalars or leading axes."""
 

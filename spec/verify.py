@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from reprise.models import lora, transformer
 from reprise.models.attention import Chunks, Trees
@@ -28,8 +29,7 @@ from reprise.spec import sampling
 from reprise.spec.nodes import Drawn, Nodes, pack_draws
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Slots:
     """The device state of B slots; each array has one entry per slot.
 

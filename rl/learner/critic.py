@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from reprise.models import transformer
 from reprise.models.config import ModelConfig
@@ -32,8 +33,7 @@ from reprise.rl.learner.policy_losses import clipped_value_loss
 from reprise.rl.records.packing import Shape
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Critic:
     """The weights of a critic: a policy without its language head, and a value head."""
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Self
 
-import jax
 import numpy as np
+from flax import struct
 
 from reprise.models.config import ModelConfig
 from reprise.rl.learner import micro_batches
@@ -65,8 +65,7 @@ class Output:
     logprobs: list[np.ndarray]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class DatumInputs:
     """The inputs of the loss at the places of E data; [E, M], float32 and a bool mask.
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
 from reprise.models import sharding
@@ -64,8 +65,7 @@ class NonFiniteWeights(RuntimeError):
     """Weights that are not finite, which are neither saved nor trained on."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Accumulator:
     """Float32 gradients and token statistics of the micro-batches of one optimizer step."""
 
@@ -73,8 +73,7 @@ class Accumulator:
     statistics: TokenStatistics
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Health:
     """Flags for finite values: the loss of each sample, and the gradient of the whole micro-batch.
 
@@ -87,8 +86,7 @@ class Health:
     outputs: Any = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Report:
     """The figures that the host checks before an optimizer step is applied."""
 
@@ -97,8 +95,7 @@ class Report:
     statistics: TokenStatistics
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class StepScalars:
     """The traced scalars of one optimizer step: the divisors of the losses of policy and critic.
 

@@ -6,19 +6,18 @@ step, so that micro-batches add up to the full batch.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from reprise.rl.learner.algorithms import Aggregation, Algorithm, AlgorithmConfig, KLEstimator
 from reprise.rl.learner.policy_losses import importance_weights, policy_loss
 from reprise.rl.records.trajectory import Origin
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class CriticInputs:
     """Values of a critic before the update, advantages, and returns to learn; [B, T]."""
 
@@ -27,8 +26,7 @@ class CriticInputs:
     values_BT: jax.Array
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class LossInputs:
     """The inputs of the loss; float32 [B, T], `mask_BT` bool, `advantages_B` [B].
 
@@ -46,8 +44,7 @@ class LossInputs:
     critic: CriticInputs | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class TokenStatistics:
     """Sums and maxima over the response tokens of a micro-batch, which add up, unlike means."""
 

@@ -11,6 +11,7 @@ from functools import partial
 
 import jax
 import numpy as np
+from flax import struct
 
 from reprise.models.attention import Packing
 from reprise.rl.learner.losses import CriticInputs, LossInputs
@@ -56,8 +57,7 @@ class TrainSample:
         return Response(self.name, t.group_id, t.prompt_ids, t.response_ids)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class MicroBatch:
     """A micro-batch on the device: rows b of T positions, samples e with tokens m < T.
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import struct
 
 from reprise.models.config import trained_specs
 from reprise.models.sharding import replicated
@@ -29,8 +30,7 @@ from reprise.rl.learner.optimizer import TrainState
 from reprise.rl.records.packing import Shape
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class LossSettings:
     """Bounds of the ratio in `ppo`, `cispo` and `gspo`, and β of `dro`.
 
@@ -50,7 +50,7 @@ class Loss:
     """A loss per place, and the defaults of the settings that it reads."""
 
     per_place: TokenLoss
-    defaults: LossSettings = LossSettings()
+    defaults: LossSettings = dataclasses.field(default_factory=LossSettings)
     has_ratio: bool = True  # of the policy to the policy that drew the target
 
     @property
@@ -216,8 +216,7 @@ def evaluate(
     return replicated(outputs)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Adam:
     """Settings of one AdamW step, after clipping by the global norm (off by default)."""
 

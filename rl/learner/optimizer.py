@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
 from reprise.models import sharding
@@ -17,8 +17,7 @@ from reprise.models.transformer import Params
 from reprise.rl.learner.config import OptimizerConfig
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class CriticState:
     """The float32 weights of a critic (`rl.learner.critic.Critic`), and their optax state."""
 
@@ -26,8 +25,7 @@ class CriticState:
     opt_state: Any
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class TrainState:
     """Optimizer steps taken (int32), float32 master parameters, optax state, and a critic."""
 
@@ -37,8 +35,7 @@ class TrainState:
     critic: CriticState | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class SavedArrays:
     """The arrays of a checkpoint; field names are paths on disk."""
 

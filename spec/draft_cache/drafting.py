@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from reprise.models import transformer
 from reprise.models.config import ModelConfig
@@ -35,8 +36,7 @@ CHUNK_COLUMNS = ("row", "slot", "first")  # before the C tokens of a chunk
 END_COLUMNS = ("slot", "total", "emitted", "request_id", "max", "temperature", "top_k", "top_p")
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class RowEnds:
     """The last W of the `total` tokens of each row (or all tokens, if fewer), to draft from.
 

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from reprise.models import transformer
 from reprise.models.config import ModelConfig
@@ -29,8 +30,7 @@ from reprise.models.transformer import Attend, Layer, ParamSpec, rms_norm
 from reprise.spec.eagle.config import Design, EagleConfig
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class EagleParams:
     """Trainable weights; optional weights are None in designs without them.
 
@@ -46,8 +46,7 @@ class EagleParams:
     head_UD: Any = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class SharedParams:
     """The policy embedding, the policy head over the draft tokens, and the map of draft tokens."""
 
@@ -56,8 +55,7 @@ class SharedParams:
     draft_ids_U: Any = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class DeviceWeights:
     """Drafter weights on the devices of a worker."""
 

@@ -27,7 +27,6 @@ Sources: EAGLE arXiv 2401.15077, HASS 2408.15766, EAGLE-3 2503.01840.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from functools import partial
 from typing import Any
@@ -35,6 +34,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import struct
 
 from reprise.models.kernels import NEGATIVE
 from reprise.models.layers import linear
@@ -215,8 +215,7 @@ Metrics = dict[str, jax.Array]
 MAX_GRAD_NORM, B1, B2 = 0.5, 0.9, 0.95  # of AdamW
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class DrafterState:
     """A drafter in training: weights, optax state, and the number of applied steps (int32)."""
 

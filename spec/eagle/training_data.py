@@ -18,8 +18,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import jax
 import numpy as np
+from flax import struct
 
 from reprise.spec.eagle.config import DataBufferConfig
 
@@ -51,8 +51,7 @@ class HiddenStateSink(Protocol):
     def add(self, sequence: HiddenStates) -> None: ...
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class DrafterBatch:
     """Rows of concatenated sequences; arrays are [B, T], hidden states [B, T, W].
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from reprise.models.attention import (
     After,
@@ -99,8 +100,7 @@ def search_from(
     return pool.best(max_tokens, weights.frozen.draft_ids_U)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class _Beams:
     """The nodes to expand next; `above_BKX` marks the columns of their ancestors."""
 
@@ -112,8 +112,7 @@ class _Beams:
     parent_BK: jax.Array  # column of the parent; −1: the last entry of the row
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class _Pool:
     """All candidates, parents before children; empty entries have a sum of −inf."""
 
@@ -155,8 +154,7 @@ class _Pool:
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class _Columns:
     """Keys [B, K, h, X] and values [B, K, X, h] of expanded nodes, and the parent columns."""
 
