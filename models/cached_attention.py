@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from reprise.models.attention import After, Portable
+from reprise.models.kernels.find import takes
 from reprise.models.layout import CACHE_AXES, entry_names, entry_ways
 from reprise.models.sharding import fitting_spec, platform_in_use
 
@@ -68,21 +69,14 @@ def is_in_order(dtype: Any, values_PKTh: jax.Array, *, for_cpu: bool) -> str | N
 
     `dtype` is the dtype of the queries; the cache is laid out `for_cpu`, or for accelerators.
     """
-    (*_, page_tokens, head_dim), dtypes = values_PKTh.shape, (dtype, values_PKTh.dtype)
-    if for_cpu:
-        from reprise.models.kernels import page_attention_cpu  # numba: half a second to import
-
-        return "cpu" if page_attention_cpu.takes(head_dim, *dtypes) else None
-    platform = platform_in_use()
-    if platform not in ("cuda", "tpu"):
+    *_, page_tokens, head_dim = values_PKTh.shape
+    platform = "cpu" if for_cpu else platform_in_use()
+    if not for_cpu and platform == "cpu":
         return None
-    from reprise.models.kernels import page_attention_gpu, page_attention_tpu
-    from reprise.models.kernels.hopper import is_hopper
-
-    kernel = page_attention_tpu if platform == "tpu" else page_attention_gpu
-    if any(kernel.takes(head_dim, page_tokens, dtype) for dtype in dtypes):
-        return None
-    return platform if platform == "tpu" or is_hopper() else None
+    dtypes = {dtype, values_PKTh.dtype}
+    if all(takes("page_attention", platform, head_dim, page_tokens, x) for x in dtypes):
+        return platform
+    return None
 
 
 def attend_in_order(

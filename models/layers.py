@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from reprise.models import sums_in_order_on_accelerators
 from reprise.models.attention import precision_of
 from reprise.models.config import Adapted, ModelConfig
+from reprise.models.kernels.find import takes
 from reprise.models.layout import LONG_ROW_FEED_FORWARD_PARTS, LONG_ROW_TOKENS
 from reprise.models.sharding import Axes, by_device, platform_in_use
 
@@ -84,16 +85,12 @@ def _product(way: Way, x: jax.Array, weight_OI: jax.Array, *more: jax.Array) -> 
 
 def is_in_order(x: jax.Array, *more: jax.Array) -> bool:
     """Return whether the platform in use sums this product in one order for any number of rows."""
-    given = x, *more
-    if (platform := platform_in_use()) == "cpu":
-        from reprise.models.kernels import products_cpu  # numba: half a second to import
-
-        return all(products_cpu.takes(y.shape[-1], y.dtype) for y in given)
-    if platform != "tpu" or not sums_in_order_on_accelerators():
-        return platform == "cuda" and sums_in_order_on_accelerators()  # by the single XLA tile
-    from reprise.models.kernels import products_tpu  # Pallas: a second to import
-
-    return all(products_tpu.takes(y.shape[-1], y.dtype) for y in given)
+    platform = platform_in_use()
+    if platform != "cpu" and not sums_in_order_on_accelerators():
+        return False
+    if platform == "cuda":
+        return True  # by the single XLA tile
+    return all(takes("products", platform, y.shape[-1], y.dtype) for y in (x, *more))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

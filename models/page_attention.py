@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from reprise.models.attention import PartialSoftmax, merged, partial_attention
 from reprise.models.entries import KEY_AXIS, VALUES, Kind
 from reprise.models.kernels import NEGATIVE
+from reprise.models.kernels.find import find
 from reprise.models.layout import PAGE_BLOCK_POSITIONS
 from reprise.models.sharding import platform_in_use
 
@@ -73,12 +74,10 @@ def append_and_attend(
         out = jnp.where(result.total > 0, result.out / result.total, 0)
         return out.astype(dtype), keys, values
 
-    from reprise.models.kernels import page_attention_tpu
-
-    if page_attention_tpu.takes(h, T, dtype) is not None:
+    kernel = find("page_attention", "tpu", h, T, dtype)
+    if isinstance(kernel, str):
         return apart(*inputs)
-    fused = page_attention_tpu.append_and_attend
-    return jax.lax.platform_dependent(*inputs, tpu=fused, default=apart)
+    return jax.lax.platform_dependent(*inputs, tpu=kernel.append_and_attend, default=apart)
 
 
 def place_of(
@@ -113,15 +112,12 @@ def _as_tuple(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _kernels(head_dim: int, page_tokens: int, dtype: Any) -> dict[str, Callable[..., Any]]:
-    """Return the kernels that take these sizes, by platform; imports Pallas on the first call."""
-    from reprise.models.kernels import page_attention_gpu, page_attention_tpu
-    from reprise.models.kernels.hopper import is_hopper
-
+    """Return the kernels that take these sizes, by platform."""
     result: dict[str, Callable[..., Any]] = {}
-    if page_attention_tpu.takes(head_dim, page_tokens, dtype) is None:
-        result["tpu"] = _some_nodes_at_a_time(page_attention_tpu.attend_pages)
-    if page_attention_gpu.takes(head_dim, page_tokens, dtype) is None and is_hopper():
-        result["cuda"] = _some_nodes_at_a_time(page_attention_gpu.attend_pages)
+    for platform in ("tpu", "cuda"):
+        kernel = find("page_attention", platform, head_dim, page_tokens, dtype)
+        if not isinstance(kernel, str):
+            result[platform] = _some_nodes_at_a_time(kernel.attend_pages)
     return result
 
 

@@ -34,6 +34,7 @@ from reprise.models.attention import (
     weights,
 )
 from reprise.models.config import ModelConfig
+from reprise.models.kernels.find import find, module_of, takes
 from reprise.models.layers import scan_after
 from reprise.models.layout import LONG_ROW_BLOCK_TOKENS, LONG_ROW_TOKENS, shard_shape
 from reprise.models.sharding import Axes, by_device, platform_in_use, sizes_in_use
@@ -83,7 +84,7 @@ def is_faster(config: ModelConfig, num_tokens: int, dtype: Any) -> bool:
     if (platform := platform_in_use()) != "cpu" and not sums_in_order_on_accelerators():
         return False
     shapes = [(1, num_tokens, n, config.head_dim) for n in (config.num_heads, config.num_kv_heads)]
-    return _kernel_of(platform).takes(*shapes, dtype) is None
+    return takes("row_attention", platform, *shapes, dtype)
 
 
 def segment_tokens() -> int:
@@ -98,12 +99,13 @@ def segment_tokens() -> int:
 def _where_taken(by_kernel: Callable, by_blocks: Callable, inputs: Sequence[jax.Array]) -> Any:
     """Call `by_kernel` on platforms with a kernel that takes the inputs, else `by_blocks`."""
     # Pallas kernels are slow to trace. CPUs that compile for another platform have long rows.
-    is_for_cpu = platform_in_use() == "cpu" and inputs[0].shape[1] < LONG_ROW_TOKENS
+    if platform_in_use() == "cpu" and inputs[0].shape[1] < LONG_ROW_TOKENS:
+        is_taken = why_portable(inputs[0], inputs[1], "cpu") is None
+        return by_kernel("cpu", *inputs) if is_taken else by_blocks(*inputs)
     paths = {
         platform: partial(by_kernel, platform)
         for platform in PLATFORMS
-        if (platform == "cpu" or not is_for_cpu)
-        and why_portable(inputs[0], inputs[1], platform) is None
+        if why_portable(inputs[0], inputs[1], platform) is None
     }
     if not paths:
         return by_blocks(*inputs)
@@ -112,45 +114,31 @@ def _where_taken(by_kernel: Callable, by_blocks: Callable, inputs: Sequence[jax.
 
 def why_portable(q_BTHh: jax.Array, k_BTKh: jax.Array, platform: str) -> str | None:
     """Return why a platform and mesh take the portable path; None if they take the kernel."""
-    from reprise.models.kernels.hopper import is_hopper
-
     sizes = sizes_in_use()
     ways = sizes.get("tensor", 1)
     if k_BTKh.shape[2] % ways:
         return f"expected key/value heads that {ways} devices divide, got {k_BTKh.shape[2]}"
-    if platform == "cuda" and not is_hopper():
-        return "expected a GPU of compute capability 9, got another one or none"
     q_shape, kv_shape = q_BTHh.shape, k_BTKh.shape
     if sizes:
         q_shape = shard_shape(sizes, q_shape, _QUERY_AXES)
         kv_shape = shard_shape(sizes, kv_shape, _KEY_AXES)
-    return _kernel_of(platform).takes(q_shape, kv_shape, q_BTHh.dtype)
-
-
-def _kernel_of(platform: str) -> Any:
-    if platform == "cpu":
-        from reprise.models.kernels import row_attention_cpu  # numba
-
-        return row_attention_cpu
-    from reprise.models.kernels import (  # Pallas: a second to import
-        row_attention_gpu,
-        row_attention_tpu,
-    )
-
-    return {"tpu": row_attention_tpu, "cuda": row_attention_gpu}[platform]
+    kernel = find("row_attention", platform, q_shape, kv_shape, q_BTHh.dtype)
+    return kernel if isinstance(kernel, str) else None
 
 
 def _forward_by_kernel(platform: str, *inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
     B, T, H, _ = inputs[0].shape
     results = (inputs[0].shape, _QUERY_AXES), ((B, H, T), _SUM_AXES)
-    return by_device(_kernel_of(platform).forward, inputs, _FORWARD_AXES, results)
+    forward = module_of("row_attention", platform).forward
+    return by_device(forward, inputs, _FORWARD_AXES, results)
 
 
 def _backward_by_kernel(
     platform: str, *inputs: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     results = tuple((x.shape, axes) for x, axes in zip(inputs[:3], _BACKWARD_AXES, strict=False))
-    return by_device(_kernel_of(platform).backward, inputs, _BACKWARD_AXES, results)
+    backward = module_of("row_attention", platform).backward
+    return by_device(backward, inputs, _BACKWARD_AXES, results)
 
 
 @struct.dataclass

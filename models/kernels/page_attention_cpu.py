@@ -12,6 +12,8 @@ key/value head, V positions that a query sees. In `_attend`, P are the tokens of
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numba
@@ -35,9 +37,13 @@ PART_PRODUCTS = 2**19  # about, of a part; scheduling a smaller part costs more 
 _task = cpu_calls.task_of(NAME)
 
 
-def takes(head_dim: int, *dtypes: jnp.dtype) -> bool:
-    """Return whether the kernel takes these sizes."""
-    return head_dim % LANES == 0 and all(dtype in (jnp.float32, jnp.bfloat16) for dtype in dtypes)
+def takes(head_dim: int, page_tokens: int, dtype: Any) -> str | None:
+    """Return None if the kernel takes these sizes, else the reason in one sentence."""
+    if head_dim % LANES:
+        return f"expected a head size that {LANES} divides, got {head_dim}"
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        return f"expected float32 or bfloat16, got {jnp.dtype(dtype).name}"
+    return None
 
 
 def attend(

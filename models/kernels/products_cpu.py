@@ -37,9 +37,13 @@ BLOCK_ROWS = 256
 _task = cpu_calls.task_of(NAME)
 
 
-def takes(num_inputs: int, *dtypes: Any) -> bool:
-    """Return whether the kernel takes these sizes."""
-    return num_inputs % LINE == 0 and all(dtype in (jnp.float32, jnp.bfloat16) for dtype in dtypes)
+def takes(num_inputs: int, dtype: Any) -> str | None:
+    """Return None if the kernel takes these sizes, else the reason in one sentence."""
+    if num_inputs % LINE:
+        return f"expected a number of inputs that {LINE} divides, got {num_inputs}"
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        return f"expected float32 or bfloat16, got {jnp.dtype(dtype).name}"
+    return None
 
 
 def product(x: jax.Array, weight_OI: jax.Array, *more: jax.Array) -> jax.Array:

@@ -26,9 +26,13 @@ MIN_BLOCKS = 4
 VMEM_BYTES = 32 << 20
 
 
-def takes(num_inputs: int, dtype: Any) -> bool:
-    """Return whether the kernel takes these sizes."""
-    return num_inputs % LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16
+def takes(num_inputs: int, dtype: Any) -> str | None:
+    """Return None if the kernel takes these sizes, else the reason in one sentence."""
+    if num_inputs % LANES:
+        return f"expected a number of inputs that {LANES} divides, got {num_inputs}"
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"expected bfloat16, got {jnp.dtype(dtype).name}"
+    return None
 
 
 def product(

@@ -191,7 +191,8 @@ def why_other_bits_on_accelerators(
     import jax.numpy as jnp
 
     from reprise.models import sums_in_order_on_accelerators
-    from reprise.models.kernels import hopper, page_attention_gpu, page_attention_tpu, products_tpu
+    from reprise.models.kernels import hopper, products_tpu
+    from reprise.models.kernels.find import find
 
     is_tpu = platform == "tpu"
     if not sums_in_order_on_accelerators():
@@ -202,9 +203,9 @@ def why_other_bits_on_accelerators(
         return reason
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"expected Trainer.compute_dtype=bfloat16, got {jnp.dtype(dtype).name}"
-    kernel = page_attention_tpu if is_tpu else page_attention_gpu
-    if reason := kernel.takes(model.head_dim, page_tokens, dtype):
-        return reason
+    kernel = find("page_attention", platform, model.head_dim, page_tokens, dtype)
+    if isinstance(kernel, str):
+        return kernel
     if model.lora is not None:
         return f"expected all weights to be trained, got Policy.lora_rank={model.lora.rank}"
     return _odd_width(_widths(model), products_tpu.LANES if is_tpu else hopper.ROWS)
