@@ -56,7 +56,9 @@ def write_chunks(cache: KVCache, entries: Entries, chunks_TX: jax.Array) -> KVCa
 
 @partial(jax.jit, donate_argnames="cache")
 def copy_pages(cache: KVCache, source_X: jax.Array, target_X: jax.Array) -> KVCache:
-    """Copy page `source[x]` to page `target[x]`; a target of −1 is padding."""
+    """Copy page `source[x]` to page `target[x]`; a target of −1 is padding, at the end."""
+    if cache.for_cpu:
+        return _copied_in_turn(cache, source_X, target_X)
 
     def one(pages: jax.Array, kind: Kind) -> jax.Array:
         new = jnp.take(pages, jnp.maximum(source_X, 0), axis=0)
@@ -64,6 +66,20 @@ def copy_pages(cache: KVCache, source_X: jax.Array, target_X: jax.Array) -> KVCa
         return pin(pages.at[target].set(new, mode="drop"), kind)
 
     return map_arrays(one, cache)
+
+
+def _copied_in_turn(cache: KVCache, source_X: jax.Array, target_X: jax.Array) -> KVCache:
+    """Copy pages one by one: few of X are real, and a CPU would copy the padding too."""
+
+    def one(i: jax.Array, cache: KVCache) -> KVCache:
+        def copied(pages: jax.Array, kind: Kind) -> jax.Array:
+            page = jax.lax.dynamic_index_in_dim(pages, source_X[i], axis=0)
+            return jax.lax.dynamic_update_index_in_dim(pages, page, target_X[i], axis=0)
+
+        return map_arrays(copied, cache)
+
+    cache = jax.lax.fori_loop(0, jnp.sum(target_X >= 0), one, cache)
+    return map_arrays(pin, cache)
 
 
 @partial(jax.jit, donate_argnames="cache")

@@ -31,13 +31,13 @@ class PageMemory:
         self._stale = False  # the table on the device is outdated
         self._wanted_later: Collection[int] = ()
         self._shared = dict[int, int]()  # numbers of leading shared pages of entering rows
-        self._fetch_tokens = 0
+        self._ahead_tokens = 0  # for which rows reserve pages
 
     @property
     def held(self) -> KVCache:
         assert self.cache is not None
         if self._stale:
-            table_BN = self._runner.put(self._pages.pages_BN.copy())
+            table_BN = self._runner.argument(self._pages.pages_BN.copy())
             self.cache = dataclasses.replace(self.cache, table_BN=table_BN)
             self._stale = False
         return self.cache
@@ -59,6 +59,13 @@ class PageMemory:
 
     # -- assignment and preemption -----------------------------------------------------
 
+    def _tokens_ahead(self, fetch_tokens: int) -> int:
+        """Return for how many more tokens rows reserve pages: for all if every slot can be full.
+
+        The table then changes once per request, and seldom travels to the device.
+        """
+        return fetch_tokens if self._runner.config.pages else self._runner.longest_tokens
+
     def assign(
         self,
         waiting: Sequence[PartialRequest],
@@ -70,7 +77,8 @@ class PageMemory:
 
         A single request always fits.
         """
-        return admission.assign(waiting, table, self._pages, fetch_tokens, wanted_later)
+        tokens_ahead = self._tokens_ahead(fetch_tokens)
+        return admission.assign(waiting, table, self._pages, tokens_ahead, wanted_later)
 
     def make_room(
         self, table: SlotTable, fetch_tokens: int, wanted_later: Collection[int]
@@ -79,8 +87,9 @@ class PageMemory:
 
         Rows that wait for the prompt of a sibling get their pages with the prompt.
         """
-        self._wanted_later, self._fetch_tokens = wanted_later, fetch_tokens
-        needed_B = admission.needed_B(table, fetch_tokens)
+        self._wanted_later = wanted_later
+        self._ahead_tokens = self._tokens_ahead(fetch_tokens)
+        needed_B = admission.needed_B(table, self._ahead_tokens)
         for row in table.free_rows():
             self._release(row, int(table.retained_tokens_B[row]))
         rows = oldest = table.oldest_first()
@@ -264,7 +273,7 @@ class PageMemory:
         """Share a prompt and reserve pages for a row; return the pages to copy, None if too few."""
         self._release(row)
         part, self._stale = self._pages.part_B[row], True
-        needed = int(admission.needed_B(table, self._fetch_tokens)[row])
+        needed = int(admission.needed_B(table, self._ahead_tokens)[row])
         while True:
             copied = self._pages.share(source, row, int(table.prompt_tokens_B[row]) - 1)
             if copied is not None and self.reserve(row, needed):
