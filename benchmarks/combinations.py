@@ -1,6 +1,6 @@
 """Every pair of settings of rollouts in a run: `python -m benchmarks.combinations --json`
 
-A covering table: sources (alone and in pairs), budgets, modes of reuse, caches, workers (also ones
+A covering table: sources (alone and in pairs), budgets, modes of reuse, pages, workers (also ones
 that draft for others), devices, modes of training (also HistoPipe), trained weights (all, or
 adapters) and passes of dynamic sampling. Each pair of values that may be combined is in a row at
 least once. A row is a run of `tests.support.tiny_run` through three epochs, with the engine's
@@ -39,6 +39,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "sources": (*SOURCES, *("+".join(pair) for pair in itertools.combinations(SOURCES, 2))),
     "budget": ("goodput", "fixed:2", "aimd", "bandit", "off"),
     "reuse": ("off", "lenient:e^0.5", "coupled", "delayed:1.0", "random", "full"),
+    "pages": ("all", "few"),
     "workers": ("one", "two", "helpers", "drafting"),
     "devices": ("1", "4"),
     "mode": ("sync", "ahead", "pipeline", "histopipe"),
@@ -178,7 +179,7 @@ def overrides(row: Row, policy: Path) -> list[str]:
         f"Sampling.draw={_draw(row)!r}",
         f"DraftModel.directory={str(policy)!r}",
     ]
-    if row["cache"] == "pages":
+    if row["pages"] == "few":
         given.append(f"Engine.pages={FEW_PAGES * (1 if devices == 1 else 2)}")
     beside = workers == "one" and row["mode"] != "sync"  # half of the devices are the worker's
     if devices > 1:
@@ -206,7 +207,7 @@ def overrides(row: Row, policy: Path) -> list[str]:
 
 def reference(row: Row) -> dict[str, str]:
     """Return the row of plain decoding whose responses these have to be."""
-    plain = {"sources": "own", "budget": "off", "workers": "one", "devices": "1"}
+    plain = {"sources": "own", "budget": "off", "pages": "all", "workers": "one", "devices": "1"}
     kept = {name: row[name] for name in ("reuse", "weights", "passes")}
     learns = "no" if row["mode"] == "histopipe" else "yes"
     mode = "pipeline" if _overlaps(row) else "sync"

@@ -23,8 +23,9 @@ import numpy as np
 from reprise.models import kv_cache, transformer
 from reprise.models.attention import Chunks
 from reprise.models.config import ModelConfig
-from reprise.models.kv_cache import Pending
+from reprise.models.entries import Pending
 from reprise.models.row_attention import segment_tokens
+from reprise.models.sharding import ways_in_use
 from reprise.models.transformer import Params
 from reprise.rl.records import packing
 from reprise.spec import nodes as packed_nodes
@@ -33,6 +34,7 @@ from reprise.spec.config import DRAWS
 
 COUNTS = (*(f"tokens_{draw}" for draw in DRAWS), "logprobs", "hidden", "logits")
 TOP_K, TOP_P = 20, 0.9
+UNUSED_PAGES = 3  # of each part of the devices; an odd number of pages is not split
 WAITS = 0.2  # of slots in a round of decoding: their positions come apart
 
 
@@ -162,9 +164,10 @@ def _train(
 
 
 class Passes:
-    """A policy's passes over texts. With `page_tokens` the cache is pages in a random order.
+    """A policy's passes over texts, with a cache of pages in a random order.
 
-    Each pass returns its findings in the order of texts and positions.
+    Pages have `page_tokens` positions (0: as many as the longest text needs). Each pass returns its
+    findings in the order of texts and positions.
     """
 
     def __init__(
@@ -287,16 +290,29 @@ class Passes:
         """Return a cache whose entries are NaN, which no sum may hold."""
         size, dtype = int(self.end_B.max()) + 64, self.params.final_norm_D.dtype
 
-        def nan(shape: tuple[int, ...], dtype: Any, _: Any = None) -> jax.Array:
+        def nan(shape: tuple[int, ...], dtype: Any, _: Any) -> jax.Array:
             return jnp.full(shape, 0 if dtype == jnp.int32 else jnp.nan, dtype)
 
-        if not self.page_tokens:
-            return kv_cache.init(self.config, num_slots, size, dtype, zeros=nan)
-        num = -(-size // self.page_tokens)
-        sizes = num_slots, num, num_slots * num + 3, self.page_tokens, dtype, None
-        table = self.rng.permutation(num_slots * num + 3)[: num_slots * num].astype(np.int32)
-        cache = kv_cache.init(self.config, *sizes, nan)
-        return dataclasses.replace(cache, table_BN=jnp.asarray(table.reshape(num_slots, num)))
+        page_tokens = self.page_tokens or size
+        slot_pages = -(-size // page_tokens)
+        ways = ways_in_use("batch")
+        if num_slots % ways:
+            ways = 1
+        used = num_slots // ways * slot_pages
+        each = used + (UNUSED_PAGES if self.page_tokens else 0)
+        parts = [part * each + self.rng.permutation(each)[:used] for part in range(ways)]
+        table_BN = np.concatenate(parts).reshape(num_slots, slot_pages).astype(np.int32)
+        cache = kv_cache.init(
+            self.config,
+            num_slots=num_slots,
+            slot_pages=slot_pages,
+            num_pages=ways * each,
+            page_tokens=page_tokens,
+            dtype=dtype,
+            for_cpu=jax.default_backend() == "cpu",
+            zeros=nan,
+        )
+        return dataclasses.replace(cache, table_BN=jnp.asarray(table_BN))
 
 
 class _Taken:

@@ -1,10 +1,10 @@
 """Bits that passes and runs find: `python -m benchmarks.same_bits passes|runs|cuts --json`.
 
 passes   The same random texts by plain decoding of 1, 6 and 64 slots, trees, chunks and training
-         rows (`benchmarks.passes`), in rows and in pages, each against plain decoding of 6 slots:
-         the shipped policy, one more if `--policy` names its folder, and random weights of odd
-         shapes. `wide` has matrices of bfloat16 and float32 between them, so that sums are compared
-         before they are rounded.
+         rows (`benchmarks.passes`), in one page for each text and in several, each against plain
+         decoding of 6 slots: the shipped policy, one more if `--policy` names its folder, and
+         random weights of odd shapes. `wide` has matrices of bfloat16 and float32 between them, so
+         that sums are compared before they are rounded.
 runs     `python -m rl.train` with drafts, reuse, work ahead and workers, against the same run
          without any of them: samples and weights after the last step.
 cuts     Draws and log-probabilities of the same logits with top-k and top-p (`benchmarks.cuts`), on
@@ -52,10 +52,7 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {  # of a base
     "history, siblings, EAGLE": ("cdf", LEARNED),
     "two workers": ("cdf", (*LEARNED, "Sched.workers=2")),
     "ahead": ("gumbel_blocks", (*LEARNED, "Sched.mode='ahead'")),
-    "ahead, two workers, pages": (
-        "gumbel_blocks",
-        (*LEARNED, "Sched.mode='ahead'", "Sched.workers=2"),
-    ),
+    "ahead, two workers": ("gumbel_blocks", (*LEARNED, "Sched.mode='ahead'", "Sched.workers=2")),
     "coupled": ("repeated", (*LEARNED, "Reuse.mode='coupled'")),
 }
 DEVICES = "--xla_force_host_platform_device_count=3"  # workers ahead and two workers have some
@@ -76,11 +73,11 @@ def as_kind(kind: str, params: Params) -> Params:
 def rows_of(model: ModelConfig, params: Params, texts: Sequence[Text]) -> Iterator[dict[str, Any]]:
     """Yield what each pass finds otherwise than plain decoding of six slots.
 
-    Accelerators attend in order to pages alone.
+    Accelerators attend in order to pages of certain sizes alone.
     """
-    rows, pages = (Passes(model, params, texts, page_tokens) for page_tokens in (0, PAGE_TOKENS))
+    whole, pages = (Passes(model, params, texts, page_tokens) for page_tokens in (0, PAGE_TOKENS))
     is_on_cpu = jax.default_backend() == "cpu"
-    some = rows if is_on_cpu else pages
+    some = whole if is_on_cpu else pages
     want = some.decoded(6)
     found = {
         "1 slot": lambda: Passes(model, params, texts[:3], some.page_tokens).decoded(1),

@@ -76,9 +76,12 @@ class Size:
 
     @property
     def engine_config(self) -> EngineConfig:
-        cache: Any = {"cache": "pages", "page_tokens": self.page_tokens}
-        slots, nodes = self.slots, self.node_count
-        return EngineConfig(slots=slots, min_slots=slots, max_nodes=nodes, **cache)
+        return EngineConfig(
+            slots=self.slots,
+            min_slots=self.slots,
+            max_nodes=self.node_count,
+            page_tokens=self.page_tokens,
+        )
 
 
 _TINY: Any = {
@@ -213,7 +216,7 @@ def to_floor(seconds_T: np.ndarray, floor_s: float | None) -> Row:
 def attend_pages(q_BWHh: jax.Array, *cache: jax.Array, how: str) -> jax.Array:
     """Attention of nodes to their slots' pages, float32 [B, W, H, h]."""
     attend = page_attention._portable if how == "portable" else page_attention.attend_pages
-    sums = attend(q_BWHh, *cache)
+    sums = attend(q_BWHh, *cache, for_cpu=False)
     return sums.out / sums.total
 
 

@@ -9,38 +9,12 @@ import pytest
 from drafts_by_hand import Draft, stack
 
 from reprise.models.attention import Chunks, attend_chunks, attend_nodes, finite_values
-from reprise.models.kv_cache import Rows
-from reprise.models.paged_cache import Pages
+from reprise.models.kv_cache import Pages
 from reprise.spec import nodes as packed_nodes
 
 H, K, h, S = 4, 2, 8, 12
 T = 4  # positions of a page
 ATTEND = jax.jit(attend_nodes)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PortableRows(Rows):
-    """Rows without a kernel."""
-
-    def of_new(self, q_XHh, k_XKh, v_XKh, after, portable):
-        return portable()
-
-
-def pages(keys_BKhS, values_BKSh):
-    """The same positions in pages, which lie in any order among pages of others."""
-    keys_BKSh = keys_BKhS.swapaxes(2, 3)
-    B, N = len(keys_BKSh), -(-S // T)
-    table_BN = np.random.default_rng(1).permutation(B * N + 3)[: B * N].reshape(B, N)
-
-    def cut(rows_BKSh):
-        padded = np.pad(rows_BKSh, ((0, 0), (0, 0), (0, N * T - S), (0, 0)))
-        by_page = padded.reshape(B, K, N, T, h).swapaxes(1, 2).reshape(B * N, K, T, h)
-        found = np.full((B * N + 3, K, T, h), 1e3, np.float32)
-        found[table_BN.reshape(-1)] = by_page
-        return found
-
-    return Pages(cut(keys_BKSh), cut(values_BKSh), table_BN.astype(np.int32))
 
 
 @jax.tree_util.register_dataclass
@@ -52,11 +26,39 @@ class PortablePages(Pages):
         return portable()
 
 
-def portable_pages(keys_BKhS, values_BKSh):
+def one_page(keys_BKhS, values_BKSh):
+    """One page for each slot, by the kernel of CPUs."""
+    return Pages(keys_BKhS, values_BKSh, np.arange(3, dtype=np.int32)[:, None], for_cpu=True)
+
+
+def pages(keys_BKhS, values_BKSh, for_cpu=True):
+    """The same positions in pages, which lie in any order among pages of others."""
+    B, N = len(values_BKSh), -(-S // T)
+    table_BN = np.random.default_rng(1).permutation(B * N + 3)[: B * N].reshape(B, N)
+
+    def cut(rows_BKSh):
+        padded = np.pad(rows_BKSh, ((0, 0), (0, 0), (0, N * T - S), (0, 0)))
+        by_page = padded.reshape(B, K, N, T, h).swapaxes(1, 2).reshape(B * N, K, T, h)
+        found = np.full((B * N + 3, K, T, h), 1e3, np.float32)
+        found[table_BN.reshape(-1)] = by_page
+        return found
+
+    keys_PKTh = cut(keys_BKhS.swapaxes(2, 3))
+    keys = keys_PKTh.swapaxes(2, 3) if for_cpu else keys_PKTh
+    return Pages(keys, cut(values_BKSh), table_BN.astype(np.int32), for_cpu=for_cpu)
+
+
+def portable(keys_BKhS, values_BKSh):
+    """The pages of a CPU without its kernel."""
     return PortablePages(**vars(pages(keys_BKhS, values_BKSh)))
 
 
-LAYOUTS = pytest.mark.parametrize("cached", [Rows, PortableRows, pages])
+def of_accelerator(keys_BKhS, values_BKSh):
+    """The pages of an accelerator, whose keys are not transposed, without its kernel."""
+    return PortablePages(**vars(pages(keys_BKhS, values_BKSh, for_cpu=False)))
+
+
+LAYOUTS = pytest.mark.parametrize("cached", [one_page, pages, portable, of_accelerator])
 
 
 def one_by_one(q, k, v, keys, values, lengths, slots, parents):
@@ -147,7 +149,7 @@ def test_chunks_attend_to_their_row_and_to_their_tokens_so_far(cached, lengths, 
     assert np.isfinite(got).all()
 
 
-@pytest.mark.parametrize("cached", [Rows, PortableRows])
+@LAYOUTS
 def test_chunks_of_a_row_see_those_before_them(cached):
     """Whatever their order; the last of row 1 begins three tokens before the one before it ends."""
     C, slot_T, start_T = 4, np.array([1, 0, 1, 1, -1]), np.array([7, 3, 3, 8, 0])
@@ -173,7 +175,7 @@ def test_chunks_of_a_row_see_those_before_them(cached):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("cached", [Rows, PortableRows, pages, portable_pages])
+@LAYOUTS
 def test_numbers_of_others_that_are_not_finite_change_no_bit(cached, bad):
     """Entries behind the length, of other rows, and new tokens of other rows; own ones do count."""
     C = 3

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dense_cache import dense_cache
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -62,8 +63,26 @@ def random_tokens(seed=0):
     return np.random.default_rng(seed).integers(0, LLAMA.vocab_size, (B, T)).astype(np.int32)
 
 
-def empty_cache(config):
-    return kv_cache.init(config, num_slots=B, num_positions=S, dtype=jnp.float32)
+def paged_cache(config, for_cpu):
+    """Pages of four positions, in any order."""
+    cache = kv_cache.init(
+        config,
+        num_slots=B,
+        slot_pages=S // 4,
+        num_pages=B * S // 4 + 1,
+        page_tokens=4,
+        dtype=jnp.float32,
+        for_cpu=for_cpu,
+    )
+    pages = np.random.default_rng(0).permutation(B * S // 4 + 1)[: B * S // 4]
+    return dataclasses.replace(cache, table_BN=pages.reshape(B, -1).astype(np.int32))
+
+
+CACHES = {
+    "one page a slot": lambda config: dense_cache(config, B, S),
+    "pages": lambda config: paged_cache(config, for_cpu=True),
+    "pages of accelerators": lambda config: paged_cache(config, for_cpu=False),
+}
 
 
 def run_chain(config, params, cache, tokens_BN, start_B):
@@ -113,13 +132,14 @@ def test_packed_mask_by_hand():
     ]
 
 
+@pytest.mark.parametrize("make_cache", CACHES.values(), ids=CACHES)
 @pytest.mark.parametrize("config", CONFIGS, ids=NAMES)
-def test_prefill_and_decode_equal_the_whole_sequence(config):
+def test_prefill_and_decode_equal_the_whole_sequence(config, make_cache):
     params, tokens = random_params(config), random_tokens()
     expected = np.asarray(LOGITS(config, params, tokens))
-    prefilled, _ = run_chain(config, params, empty_cache(config), tokens, [0, 0])
+    prefilled, _ = run_chain(config, params, make_cache(config), tokens, [0, 0])
     np.testing.assert_allclose(prefilled, expected, atol=1e-5)
-    cache = empty_cache(config)
+    cache = make_cache(config)
     for t in range(T):
         one, cache = run_chain(config, params, cache, tokens[:, t : t + 1], [t, t])
         np.testing.assert_allclose(one[:, 0], expected[:, t], atol=1e-5)
@@ -148,7 +168,7 @@ def test_float32_is_float32_on_every_backend(config):
 
     def cached(params):
         tokens_B1 = random_tokens()[:, :1]
-        cache = kv_cache.init(config, B, S, params.final_norm_D.dtype)
+        cache = dense_cache(config, B, S, params.final_norm_D.dtype)
         rest = tokens_B1, start_B[:, None], start_B
         hidden, _, _ = transformer.hidden_with_cache(config, params, cache, *rest)
         return transformer.head(config, params, hidden)

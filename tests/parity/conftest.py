@@ -43,12 +43,11 @@ def golden(params, requests, full_precision):
 
 @pytest.fixture(scope="session")
 def engine():
-    from parity_model import MODEL
-    from shapes import SPEC
+    from parity_model import CONFIG, MODEL
 
     from reprise.rl.engine.engine import Engine
 
-    return Engine(MODEL, SPEC)
+    return Engine(MODEL, CONFIG)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Requests whose chunks end at every offset of a bucket, beside rows at rest.
+"""Requests whose chunks end at every offset of a page, beside rows at rest.
 
 Few requests run at once, so that nobody waits for a row and rounds go on while rows rest.
 """
@@ -10,29 +10,27 @@ import dataclasses
 import numpy as np
 import rollouts
 from drive import RequestSource
+from parity_model import CONFIG as WHOLE
 from parity_model import MODEL, SAMPLINGS, STEP_KEY, STOP
-from shapes import SPEC
 
 from reprise.rl.records.trajectory import PartialRequest, Request
 
-# one size of trees, and buckets of 32 and 64 positions: few programs; a last window would not fit
+# one size of trees: few programs
 CONFIG = dataclasses.replace(
-    SPEC,
-    min_positions=32,
+    WHOLE,
     max_nodes=4,
     rounds_per_fetch=6,
     prefill_rows=2,
     prefill_chunk_tokens=7,
 )
-SEEDS = (3, 0, 1, 9)  # of the source; rows rest at a full bucket in the first one
-FULL = CONFIG.min_positions  # the first bucket of positions
+SEEDS = (3, 0, 1, 9)  # of the source; rows rest at the end of a page in the first one
 
 
 def make_requests():
     """26 requests, in the order in which they come: each group's first samples before the others.
 
-    The first two have prompts of nearly a bucket and end at once: their rows rest until siblings
-    come, while those beside them are short enough for rounds in the same bucket.
+    The first two have long prompts, which end near the end of a page, and end at once: their rows
+    rest until siblings come, while rounds of the others go on beside them.
     """
     rng = np.random.default_rng(4)
     first, later = (30, 31, 1, 5, 8, 3, 6, 7), (12, 18, 22, 26, 32)
@@ -47,7 +45,7 @@ def make_requests():
 
 
 class Chunks(RequestSource):
-    """A source of chunks of 1 to 5 tokens, half of those that can end where the bucket does.
+    """A source of chunks of 1 to 5 tokens, half of those that can end where a page does.
 
     Requests go on in their row, or leave; some of these come back with their keys and values,
     others without. Half of those with short prompts are never interrupted: rounds go on while
@@ -96,8 +94,9 @@ class Chunks(RequestSource):
         return self._length(len(begun.token_ids) - 1)
 
     def _length(self, offset):
-        if 0 < FULL - offset <= 5 and self._rng.random() < 0.5:
-            return FULL - offset
+        left = -offset % CONFIG.page_tokens
+        if 0 < left <= 5 and self._rng.random() < 0.5:
+            return left
         return int(self._rng.integers(1, 6))
 
 

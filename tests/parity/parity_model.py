@@ -41,10 +41,12 @@ OVERRUN = 8  # how far the naive reference looks beyond an end, for drafts that 
 TOLERANCE = 1e-4
 STEP_KEY = sampling.step_key(5, 2)
 
-ONE_SIZE = one_size(SPEC)  # for tests that compile a policy of their own
+CONFIG = dataclasses.replace(SPEC, page_tokens=8)  # prompts and responses cross ends of pages
+ONE_SIZE = one_size(CONFIG)  # for tests that compile a policy of their own
+POSITIONS = (40, 48, 64)  # of slots, for some of the requests, all, and the longer ones in chunks
 
 # a round of half as many nodes as all trees may have is the best
-HALF_TREES = RoundTimes({(8, 8 * n, s): 1.0 + (n > 4) for n in (1, 2, 4, 8) for s in (32, 64)})
+HALF_TREES = RoundTimes({(8, 8 * n, s): 1.0 + (n > 4) for n in (1, 2, 4, 8) for s in POSITIONS})
 
 SAMPLINGS = {
     "plain": SamplingConfig(max_new_tokens=MAX_NEW),

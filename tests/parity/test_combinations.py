@@ -17,14 +17,13 @@ pytestmark = [
 ROWS = [
     dict(zip(FACTORS, values.split(), strict=True))
     for values in (
-        "learned+group bandit coupled pages two 4 pipeline all one",
-        "history+model goodput lenient:e^0.5 rows helpers 1 sync all one",
-        "model+own fixed:2 coupled rows drafting 1 ahead adapters several",
-        "history aimd off pages two 1 histopipe adapters one",
+        "learned+group bandit coupled few two 4 pipeline all one",
+        "history+model goodput lenient:e^0.5 all helpers 1 sync all one",
+        "model+own fixed:2 coupled all drafting 1 ahead adapters several",
+        "history aimd off few two 1 histopipe adapters one",
     )
 ]
-# One bucket of slots and of positions: a quarter of the programs.
-FEW_SIZES = ("Engine.min_slots=8", "Engine.min_positions=64")
+FEW_SIZES = ("Engine.min_slots=8",)  # one bucket of slots: half of the programs
 
 
 @pytest.fixture(scope="module")

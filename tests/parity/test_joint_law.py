@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dense_cache import dense_cache
 from drafts_by_hand import Draft, chain
 from parity_model import make_params
 from scipy.stats import chi2
 
 from reprise.models import kv_cache, transformer
 from reprise.models.config import ModelConfig
+from reprise.models.entries import no_pending
 from reprise.spec import sampling, verify
 from reprise.spec.config import DRAWS
 from reprise.spec.drafter import PADDING
@@ -146,8 +148,8 @@ def sample(params, kernel, seed, scheme, propose=None, batches=BATCHES):
     rows = []
     for batch in range(batches):
         slots = start_slots(sampling.step_key(seed, 0), batch * B)
-        cache = kv_cache.init(MODEL, B, POSITIONS, jnp.float32)
-        pending = kv_cache.no_pending(MODEL, B * NODES, jnp.float32)
+        cache = dense_cache(MODEL, B, POSITIONS)
+        pending = no_pending(MODEL, B * NODES, jnp.float32)
         tokens_BT, emitted_B = np.zeros((B, LENGTH), np.int64), np.zeros(B, int)
         for turn in range(LENGTH):
             nodes_3M = ROOTS_3B if propose is None else packed(*propose(batch, turn))

@@ -1,4 +1,4 @@
-"""Chunks that end at every offset of a bucket, on every kind of round, beside rows at rest.
+"""Chunks that end at every offset of a page, on every kind of round, beside rows at rest.
 
 A row at rest holds a prompt that a sibling may take, or a request that goes on: rounds of the
 other rows must write nothing to it, wherever it ends.
@@ -25,7 +25,7 @@ from reprise.spec.eagle import model as eagle
 
 pytestmark = pytest.mark.parity
 
-EVERY_OFFSET = set(range(7, 40))  # of a bucket of 32, and some beyond
+EVERY_OFFSET = set(range(7, 40))  # of four pages
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 from parity_model import MODEL, SAMPLINGS, STEP_KEY, TOLERANCE, differences, misscored
-from shapes import SPEC
 from stepped_links import (
     DeafLink,
     ReplacedLink,
@@ -18,6 +17,7 @@ from stepped_links import (
     wrong_tokens,
 )
 
+from reprise.rl.drafting.workers import drafting_engine
 from reprise.spec.config import ChainConfig
 from reprise.spec.decoupled.ahead import Enumerating, FreeRunning, RequestTexts
 from reprise.spec.decoupled.drafter import DecoupledDrafter, OnePlan
@@ -28,8 +28,8 @@ from reprise.spec.drafter import Source
 pytestmark = pytest.mark.parity
 
 SMALL = dataclasses.replace(MODEL, num_layers=1)
-CONFIG = ChainConfig(window_tokens=4, chunk_tokens=32, pass_tokens=128)
-SIZE = SPEC.slots, 64
+LONGEST = 44  # of prompt and response
+CHAINS = ChainConfig(window_tokens=4, chunk_tokens=32, pass_tokens=128)
 WINDOW = DraftPlan(3)
 
 
@@ -38,16 +38,24 @@ def small_params(params):
     return dataclasses.replace(params, layers=params.layers[:1])
 
 
+def drafting(engine):
+    """An engine that drafts for all slots of `engine`, at most a window beyond what is verified."""
+    return drafting_engine(engine, engine.config.slots, LONGEST, WINDOW.window)
+
+
 def chains(engine, params, name, model=SMALL):
-    options = {"runner": engine, "sampling": SAMPLINGS[name], "key": STEP_KEY}
-    drafter = AheadDraftModel(model, params, CONFIG, proposal="shared_noise", **options)
-    return FreeRunning(drafter, *SIZE)
+    runner = drafting(engine)
+    options = {"runner": runner, "sampling": SAMPLINGS[name], "key": STEP_KEY}
+    drafter = AheadDraftModel(model, params, CHAINS, proposal="shared_noise", **options)
+    return FreeRunning(drafter, runner.config.slots, runner.longest_tokens)
 
 
 def cases(engine, params, name, model=SMALL, proposal="shared_noise"):
-    options = {"runner": engine, "sampling": SAMPLINGS[name], "key": STEP_KEY}
-    drafter = EnumeratingDraftModel(model, params, CONFIG, proposal=proposal, **options)
-    return Enumerating(drafter, *SIZE, max_window=3, fan_out=2)
+    runner = drafting(engine)
+    options = {"runner": runner, "sampling": SAMPLINGS[name], "key": STEP_KEY}
+    drafter = EnumeratingDraftModel(model, params, CHAINS, proposal=proposal, **options)
+    size = runner.config.slots, runner.longest_tokens
+    return Enumerating(drafter, *size, max_window=WINDOW.window, fan_out=2)
 
 
 def decoupled(links, name, plan=WINDOW):
@@ -157,5 +165,5 @@ def test_a_drafting_worker_that_is_replaced(golden, rollout, engine, params, ahe
 def test_few_rows(golden, rollout, engine, params):
     """Requests that a drafting worker has no row for are decoded plainly."""
     ahead = chains(engine, params, "plain", MODEL)
-    ahead.texts = RequestTexts(3, SIZE[1])
+    ahead.texts = RequestTexts(3, LONGEST)
     check(golden, rollout, engine, [SteppedLink(ahead)])

@@ -108,9 +108,9 @@ def test_rounds_on_the_device_take_the_best_of_all_trees_under_goodput(
 
 
 @pytest.mark.soak
-def test_few_slots_and_caches_that_grow(golden, rollout, requests, small_params):
+def test_few_slots_and_small_pages(golden, rollout, requests, small_params):
     config = dataclasses.replace(CONFIG, max_draft_tokens=3)
-    engine = Engine(MODEL, dataclasses.replace(ONE_SIZE, slots=2, min_slots=2, min_positions=32))
+    engine = Engine(MODEL, dataclasses.replace(ONE_SIZE, slots=2, min_slots=2, page_tokens=4))
     asked = drafter(engine, small_params, "cool", config=config)
     got = rollout("cool", requests[::3], drafter=asked, engine=engine)
     assert not differences(golden("cool"), got)

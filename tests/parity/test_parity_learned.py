@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from noted_drafts import Noted, NotedGoodput, drafts_at_any_gain, share_of_same
 from parity_model import (
+    CONFIG,
     HALF_TREES,
     MODEL,
     ONE_SIZE,
@@ -16,7 +17,6 @@ from parity_model import (
     differences,
     misscored,
 )
-from shapes import SPEC
 
 from reprise.models import transformer
 from reprise.models.config import MeshConfig
@@ -49,7 +49,7 @@ def learned(design, tree=None, seed=0, draft_vocab_size=0):
 def keeping():
     """`keeping(design)`: an engine that keeps what drafters of that design need."""
     engines = {
-        design: Engine(MODEL, SPEC, feature_layers=eagle.config_for(MODEL, design).feature_layers)
+        design: Engine(MODEL, CONFIG, feature_layers=eagle.config_for(MODEL, design).feature_layers)
         for design in ("eagle", "eagle3")
     }
     return engines.__getitem__
@@ -164,11 +164,11 @@ def test_beside_others_with_weights_swapped_at_every_round(golden, rollout, para
     ],
 )
 def test_caught_states_are_those_of_a_whole_pass(rollout, params, requests, keeping, design, shape):
-    """Over prefilled, copied, plainly decoded and speculated tokens, in a cache that grows."""
+    """Over prefilled, copied, plainly decoded and speculated tokens, in small pages."""
     engine, sink = keeping(design), Keeps()
     engine = Engine(
         MODEL,
-        dataclasses.replace(ONE_SIZE, min_positions=32),
+        dataclasses.replace(ONE_SIZE, page_tokens=4),
         feature_layers=engine.feature_layers,
         mesh=None if shape is None else make_mesh(shape, jax.devices()[:4]),
     )
@@ -207,8 +207,8 @@ class NowAndThen(Drafter):
 
 
 def test_absorbed_along_the_way_is_as_good_as_all_at_once(golden, rollout, params, keeping):
-    """Drafts are those of one that sees the rows for the first time, in a cache that grows."""
-    maker, config = learned("eagle"), dataclasses.replace(ONE_SIZE, min_positions=32)
+    """Drafts are those of one that sees the rows for the first time, in small pages."""
+    maker, config = learned("eagle"), dataclasses.replace(ONE_SIZE, page_tokens=4)
     engine = Engine(MODEL, config, feature_layers=keeping("eagle").feature_layers)
     context = engine.drafter_context(RolloutSpec(params, SAMPLINGS["plain"], STEP_KEY))
     same = []

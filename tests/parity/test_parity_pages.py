@@ -1,4 +1,4 @@
-"""A cache in pages gives the tokens of one in rows: alone, drafted, short of pages, on meshes."""
+"""Pages of any size give the same tokens: alone, drafted, too few for all, on meshes."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ from reprise.spec.page_table import PageTable
 
 pytestmark = pytest.mark.parity
 
-PAGED = dataclasses.replace(ONE_SIZE, cache="pages", page_tokens=4)  # 11 pages a request at most
+PAGED = dataclasses.replace(ONE_SIZE, page_tokens=4)  # 11 pages a request at most
 PARTS_AND_HEADS = MeshConfig(data=2, tensor=2)
 
 
@@ -39,13 +39,17 @@ def alone():
     return {t.request_id: t for t in play(Engine(tiny_team.MODEL, tiny_team.CONFIG))}
 
 
-@pytest.mark.parametrize("name", ["cool", "gumbel"])
-def test_pages_give_the_tokens_of_the_reference(golden, rollout, params, engine_of_pages, name):
+@pytest.mark.parametrize(("name", "page_tokens"), [("cool", 4), ("gumbel", 4), ("cool", 64)])
+def test_pages_give_the_tokens_of_the_reference(
+    golden, rollout, params, engine_of_pages, name, page_tokens
+):
+    """The largest hold a whole request, and several prompts share none of them."""
+    engine = engine_of_pages if page_tokens == 4 else paged(page_tokens=page_tokens)
     for drafter in (None, Bushy(golden(name))):
-        got = rollout(name, engine=engine_of_pages, drafter=drafter)
+        got = rollout(name, engine=engine, drafter=drafter)
         assert not differences(golden(name), got)
         assert max(misscored(params, got, SAMPLINGS[name]).values()) < TOLERANCE
-    assert engine_of_pages.stats.accepted_tokens > 50
+    assert engine.stats.accepted_tokens > 50
 
 
 def test_requests_that_pages_lack_for_go_on_with_the_same_tokens(golden, rollout):
@@ -90,10 +94,10 @@ def test_hidden_states_in_pages(golden, rollout, params, requests, mesh):
     assert out_of_step(params, sink.sequences, engine.feature_layers) < TOLERANCE
 
 
-def test_requests_move_between_pages_and_rows(alone):
-    in_pages = dataclasses.replace(tiny_team.CONFIG, cache="pages", page_tokens=4)
-    for config in (in_pages, tiny_team.CONFIG):
-        engines = [Engine(tiny_team.MODEL, in_pages), Engine(tiny_team.MODEL, config)]
+def test_requests_move_between_pages_of_any_sizes(alone):
+    small = dataclasses.replace(tiny_team.CONFIG, page_tokens=4)
+    for config in (small, tiny_team.CONFIG):
+        engines = [Engine(tiny_team.MODEL, small), Engine(tiny_team.MODEL, config)]
         team = tiny_team.workers(engines, 2, chunk=2)
         assert_same_tokens(play(team), alone)
         assert Kv.POOL in {a.kv for a in tiny_team.starts(team)}
@@ -132,7 +136,7 @@ def test_pages_released_while_others_have_them_are_found(golden, rollout, monkey
 
 
 def test_keys_from_the_host_in_other_pages_are_found(alone, monkeypatch):
-    config = dataclasses.replace(tiny_team.CONFIG, cache="pages", page_tokens=4)
+    config = dataclasses.replace(tiny_team.CONFIG, page_tokens=4)
     insert = cache_ops.insert_pages
 
     def elsewhere(cache, new, target_X):

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from noted_drafts import Asked
 from parity_model import (
+    CONFIG,
     MODEL,
+    POSITIONS,
     SAMPLINGS,
     STOP,
     TOLERANCE,
@@ -18,7 +20,6 @@ from parity_model import (
     misscored,
     naive_rollout,
 )
-from shapes import SPEC
 from test_parity_speculation import TIMES, make
 
 from reprise.models import transformer
@@ -42,15 +43,15 @@ pytestmark = pytest.mark.parity
 
 OLD_LOGPROB = -2.5
 # by the first, which has no seconds of chunks, cached tokens are nodes; else they are in chunks
-NODES = RoundTimes({(b, 2 * b, s): 1.0 for b in (1, 2, 4, 8) for s in (32, 64)})
+NODES = RoundTimes({(b, 2 * b, s): 1.0 for b in (1, 2, 4, 8) for s in POSITIONS})
 WAYS = {"nodes": NODES, "chunks": None}
-PLAIN_ROUNDS = {(8, 8, 64): 1.0, (4, 4, 64): 0.7}
+PLAIN_ROUNDS = {(8, 8, 48): 1.0, (4, 4, 48): 0.7}
 
 
 def priced(alone_s, beside_s):
     """Seconds by which passes of so many chunks of eight tokens are priced, in rounds of 1 s."""
-    alone = {(8, 8 * n, 64): s for n, s in alone_s.items()}
-    beside = {(8, 8 * n, 64): s for n, s in beside_s.items()}
+    alone = {(8, 8 * n, 48): s for n, s in alone_s.items()}
+    beside = {(8, 8 * n, 48): s for n, s in beside_s.items()}
     return RoundTimes(PLAIN_ROUNDS, None, alone, beside_seconds=beside)
 
 
@@ -379,14 +380,14 @@ class NotedBudget(SeeingBudget):
     "change",
     [
         {"slots": 1, "min_slots": 1},
-        {"min_positions": 32},
+        {"page_tokens": 3},
         {"max_round_nodes": 16},
         pytest.param({"slots": 4, "min_slots": 2, "max_nodes": 32}, marks=pytest.mark.soak),
-        {"cache": "pages", "page_tokens": 8, "pages": 26, "min_slots": 2},
+        {"pages": 26, "min_slots": 2},
     ],
 )
-def test_few_slots_small_rounds_and_caches_that_grow(golden, rollout, requests, change):
-    engine = Engine(MODEL, dataclasses.replace(SPEC, **change))
+def test_few_slots_small_rounds_and_few_pages(golden, rollout, requests, change):
+    engine = Engine(MODEL, dataclasses.replace(CONFIG, **change))
     want = golden("cool")
     given = with_cached(requests, lambda r: changed(want, r))
     got = rollout("cool", given, engine=engine, rule=rule("coupled"))

@@ -10,6 +10,7 @@ import pytest
 from loop_runs import counted_compilations
 from parity_drafters import Bushy
 from parity_model import (
+    CONFIG,
     MODEL,
     ONE_SIZE,
     SAMPLINGS,
@@ -19,7 +20,6 @@ from parity_model import (
     differences,
     misscored,
 )
-from shapes import SPEC
 
 from reprise.models import transformer
 from reprise.models.config import MeshConfig
@@ -39,11 +39,11 @@ SETTINGS = {
         "rounds_per_fetch": 3,
         "prefill_rows": 3,
     },
-    # prompts longer than a chunk, a cache that grows, sizes that are no powers of two
-    "more slots than requests, small buckets": {
+    # prompts longer than a chunk, sizes that are no powers of two
+    "more slots than requests, small pages": {
         "slots": 32,
         "min_slots": 32,
-        "min_positions": 30,
+        "page_tokens": 5,
         "max_nodes": 1,
         "prefill_chunk_tokens": 12,
         "rounds_per_fetch": 1,
@@ -64,7 +64,7 @@ def test_the_requests_cover_what_they_should(golden, requests):
         lengths[name] = {len(a.response_ids) for a in answers}
     assert 1 in lengths["plain"] and 24 in lengths["plain"]
     # what chains of right drafts need: responses that end inside accepted tokens, by both reasons
-    inside = [a for a in golden("plain").values() if len(a.response_ids) % SPEC.max_nodes]
+    inside = [a for a in golden("plain").values() if len(a.response_ids) % CONFIG.max_nodes]
     assert {a.finish_reason for a in inside} == {FinishReason.STOP, FinishReason.LENGTH}
     assert {len(r.prompt_ids) for r in requests} == {1, 2, 6, 13, 19, 20}
     # peaked enough to vary, neither flat nor certain
@@ -82,7 +82,7 @@ def test_engine_equals_the_naive_reference(golden, rollout, name):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_any_setting(golden, rollout, setting):
-    engine = Engine(MODEL, dataclasses.replace(SPEC, **SETTINGS[setting]))
+    engine = Engine(MODEL, dataclasses.replace(CONFIG, **SETTINGS[setting]))
     for name in ("plain", "cool"):
         assert not differences(golden(name), rollout(name, engine=engine)), name
 
@@ -152,7 +152,7 @@ def test_split_weights_equal_one_device(golden, params, requests, rollout, layou
     trainer = partial(on_mesh, data=1, fsdp=4, tensor=2)
     on_layout = {"trainer": trainer, "rollouts": on_rollout_mesh}
     # rounds with drafts compute prompts too
-    split = on_layout[layout](params, dataclasses.replace(SPEC, max_nodes=4))
+    split = on_layout[layout](params, dataclasses.replace(CONFIG, max_nodes=4))
     for drafter in (None, Bushy(golden("cool"))):
         got = rollout("cool", requests[::2], drafter=drafter, **split)
         assert not differences(golden("cool"), got)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rollouts
-from parity_chunks import CONFIG, SEEDS, in_chunks, make_requests
+from parity_chunks import CONFIG, SEEDS, Chunks, in_chunks, make_requests
 from parity_drafters import Bushy, Overrunning, RandomTrees
 from parity_model import (
     MODEL,
@@ -30,7 +30,8 @@ from parity_model import (
 from shapes import one_size
 
 from reprise.models import attention, kv_cache, transformer
-from reprise.models.kernels import cached_rows_cpu
+from reprise.models.entries import Pending
+from reprise.models.kernels import page_attention_cpu
 from reprise.rl.engine import cache_ops, rounds, slot_cache
 from reprise.rl.engine.engine import Engine
 from reprise.spec import sampling, verify
@@ -158,7 +159,7 @@ def alone(path_BWW):
 
 @pytest.mark.parametrize("wrong", [with_the_node_before, jnp.ones_like, alone])
 def test_nodes_that_see_others_than_their_ancestors(golden, rollout, plant, wrong):
-    plant(cached_rows_cpu, "takes", never)
+    plant(page_attention_cpu, "takes", never)
     plant_trees(plant, lambda trees: {"path_BWW": wrong(trees.path_BWW)})
     assert differences(golden("cool"), bushy(golden, rollout))
 
@@ -190,7 +191,7 @@ def plant_trees(plant, wrong):
 
 
 def test_softmaxes_joined_without_their_maxima(golden, rollout, plant):
-    plant(cached_rows_cpu, "takes", never)
+    plant(page_attention_cpu, "takes", never)
 
     def joined(one, other):
         return (one.out + other.out) / (one.total + other.total)
@@ -226,13 +227,13 @@ def test_entries_written_twice(golden, rollout, plant):
 
 
 def test_entries_of_the_next_node(golden, rollout, plant):
-    original = kv_cache.Pending.replaced
+    original = Pending.replaced
 
     def replaced(self, entries, row_M, position_M, accepted_M):
         entries = jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), entries)
         return original(self, entries, row_M, position_M, accepted_M)
 
-    plant(kv_cache.Pending, "replaced", replaced)
+    plant(Pending, "replaced", replaced)
     assert differences(golden("cool"), bushy(golden, rollout))
 
 
@@ -247,7 +248,7 @@ def test_children_that_need_not_be_right(golden, rollout, plant):
 
     plant(verify, "walk", walk)
     with pytest.raises(AssertionError, match="went on behind an end"):
-        bushy(golden, rollout)
+        rollout("plain", drafter=Bushy(golden("plain")))
 
 
 def test_temperature_missing_from_the_recorded_log_probability(golden, rollout, first, plant):
@@ -294,7 +295,7 @@ def test_a_limit_that_is_not_kept(golden, rollout, plant):
 
 
 def test_prompts_that_are_not_copied(golden, rollout, monkeypatch):
-    monkeypatch.setattr(cache_ops, "copy_rows", lambda cache, *_: cache)
+    monkeypatch.setattr(cache_ops, "copy_pages", lambda cache, *_: cache)
     assert differences(golden("plain"), rollout("plain"))
 
 
@@ -313,12 +314,12 @@ def what_waits_again(plant):
 
 def at_the_beginning(plant):
     """Layers of plain rounds write the entries of rows at rest too."""
-    original = kv_cache._write
+    original = kv_cache.places_of_windows
 
-    def write(rows, new, start_B, axis):
-        return original(rows, new, jnp.where(start_B < rows.shape[axis], start_B, 0), axis)
+    def places(start_B, num_tokens):
+        return original(jnp.where(start_B < Chunks.longest_tokens, start_B, 0), num_tokens)
 
-    plant(kv_cache, "_write", write)
+    plant(kv_cache, "places_of_windows", places)
 
 
 @pytest.mark.parametrize("fault", [what_waits_again, at_the_beginning])
@@ -341,7 +342,7 @@ def test_chunks_that_see_the_token_behind(golden, rollout, plant):
         behind_XX = jnp.tril(jnp.ones((chunks.tokens_TC.size,) * 2, bool), k=1)
         return behind_XX & (chunks.slot_X[:, None] == chunks.slot_X)
 
-    plant(cached_rows_cpu, "takes", never)
+    plant(page_attention_cpu, "takes", never)
     plant(attention.Chunks, "mask_XX", property(seen))
     assert differences(golden("plain", 2), rollout("plain", layers=2))
 
@@ -354,7 +355,7 @@ def test_chunks_that_do_not_see_those_before_them(golden, rollout, plant):
         chunk_X = jnp.repeat(jnp.arange(len(chunks.slot_T)), C)
         return original(chunks) & (chunk_X[:, None] == chunk_X)
 
-    plant(cached_rows_cpu, "takes", never)
+    plant(page_attention_cpu, "takes", never)
     plant(attention.Chunks, "mask_XX", property(seen))
     assert differences(golden("plain", 2), rollout("plain", layers=2))
 

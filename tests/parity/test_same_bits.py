@@ -54,13 +54,13 @@ def bench():
     texts = passes.random_texts(MODEL.vocab_size, 2, 3, np.random.default_rng(1))
     wanted = {}
 
-    def make(kind, number=0, is_paged=False):
+    def make(kind, number=0, page_tokens=0):
         params = policy(kind)
         if kind not in wanted:
             wanted[kind] = Passes(MODEL, params, texts).decoded(6)
         # the number of positions is in no sum
         model = dataclasses.replace(MODEL, max_positions=MODEL.max_positions + number)
-        return Passes(model, params, texts, 16 if is_paged else 0), wanted[kind]
+        return Passes(model, params, texts, page_tokens), wanted[kind]
 
     return make
 
@@ -71,46 +71,43 @@ def found(want, got):
 
 
 PASSES = {
-    "one slot": lambda rows: rows.decoded(1),
-    "64 slots": lambda rows: rows.decoded(64),
-    "trees": lambda rows: rows.verified(9),
-    "large trees": lambda rows: rows.verified(30),
-    "chunks": lambda rows: rows.chunked(8, 1),
-    "several chunks": lambda rows: rows.chunked(16, 2),
-    "training": lambda rows: rows.trained(192),
-    "long training rows": lambda rows: rows.trained(512),
+    "one slot": lambda passes: passes.decoded(1),
+    "64 slots": lambda passes: passes.decoded(64),
+    "trees": lambda passes: passes.verified(9),
+    "large trees": lambda passes: passes.verified(30),
+    "chunks": lambda passes: passes.chunked(8, 1),
+    "several chunks": lambda passes: passes.chunked(16, 2),
+    "training": lambda passes: passes.trained(192),
+    "long training rows": lambda passes: passes.trained(512),
 }
-OF_PAGES = {"page by page": lambda pages: pages.decoded(6)} | {
+OF_PAGES = {"page by page": lambda passes: passes.decoded(6)} | {
     name: PASSES[name] for name in ("trees", "several chunks")
 }
 
 
 @pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_bits_of_passes_over_rows(bench, kind, name):
-    rows, want = bench(kind)
-    assert not any(found(want, PASSES[name](rows)).values())
+def test_bits_of_passes_over_one_page_a_text(bench, kind, name):
+    one, want = bench(kind)
+    assert not any(found(want, PASSES[name](one)).values())
 
 
 @pytest.mark.parametrize("name", OF_PAGES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_of_passes_over_pages(bench, kind, name):
-    pages, want = bench(kind, is_paged=True)
-    assert not any(found(want, OF_PAGES[name](pages)).values())
+    one, want = bench(kind, page_tokens=16)
+    assert not any(found(want, OF_PAGES[name](one)).values())
 
 
 @pytest.mark.parametrize("axes", [{"data": 1, "fsdp": 4}, {"data": 2, "tensor": 2}], ids=str)
 @pytest.mark.parametrize(
-    "name, is_paged",
-    [
-        ("training", False),
-        *itertools.product(("64 slots", "trees", "several chunks"), (False, True)),
-    ],
+    "name, page_tokens",
+    [("training", 0), *itertools.product(("64 slots", "trees", "several chunks"), (0, 16))],
 )
-def test_bits_of_passes_on_meshes(bench, axes, name, is_paged):
+def test_bits_of_passes_on_meshes(bench, axes, name, page_tokens):
     mesh = sharding.make_mesh(MeshConfig(**axes), jax.devices()[:4])
     with jax.set_mesh(mesh):
-        one, want = bench("wide", is_paged=is_paged)
+        one, want = bench("wide", page_tokens=page_tokens)
         shardings = sharding.param_shardings(mesh, transformer.param_specs(MODEL))
         one.params = jax.device_put(one.params, shardings)
         assert not any(found(want, PASSES[name](one)).values())
@@ -191,9 +188,9 @@ PLANTED = {
 @pytest.mark.parametrize("violation", PLANTED)
 def test_a_planted_violation_is_found(bench, monkeypatch, violation):
     name, plant = PLANTED[violation]
-    rows, want = bench("wide", number=1 + list(PLANTED).index(violation))
+    one, want = bench("wide", number=1 + list(PLANTED).index(violation))
     plant(monkeypatch)
-    got = found(want, PASSES[name](rows))
+    got = found(want, PASSES[name](one))
     assert got["logprobs"] > 0.05 * len(want.logprob)
 
 

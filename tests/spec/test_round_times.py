@@ -51,11 +51,6 @@ def test_seconds_of_a_round_are_on_a_line_over_its_live_positions():
         RoundTimes.from_rows([["packed round of short rows", 8, 8, 64, 1.0]])
 
 
-def test_a_longer_bucket_counts_as_the_longest_measured_one():
-    times = RoundTimes({(8, 8, 64): 1.0, (8, 8, 128): 2.0, (4, 4, 256): 9.0})
-    assert times.longer(8, 8, 512).rounds == {(8, 8, 512): 2.0}
-
-
 def test_chunks_verify_where_a_token_takes_fewer_seconds_there_than_as_a_node():
     assert TIMES.chunks_pay(8, 64, 64)  # 3 / (0.75 · 64) < 2 / (0.6 · 32)
     fast_nodes = RoundTimes({(8, 8, 64): 1.0, (8, 32, 64): 1.1}, None, {(8, 64, 64): 3.0})
@@ -65,8 +60,6 @@ def test_chunks_verify_where_a_token_takes_fewer_seconds_there_than_as_a_node():
     assert none_measured.chunks_pay(8, 128, 64), "neither is"
     assert RoundTimes({}).chunks_pay(8, 64, 64)
     assert TIMES.without_drafts("learned").chunks_pay(8, 64, 64)
-    none_measured.put(TIMES)
-    assert none_measured.chunks_pay(8, 64, 64)
 
 
 def test_rows_of_an_unknown_table_are_refused():

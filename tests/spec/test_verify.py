@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dense_cache import dense_cache
 from drafts_by_hand import Draft, chain, stack
 from shapes import TINY
 
 from reprise.models import kv_cache, transformer
-from reprise.models.kv_cache import KVCache
+from reprise.models.entries import Entries, no_pending
 from reprise.spec import nodes as packed_nodes
 from reprise.spec.config import SamplingConfig
 from reprise.spec.drafter import no_drafts
@@ -87,10 +88,14 @@ def full_cache(B):
     """A cache with hidden states, all of it live."""
     rng = np.random.default_rng(0)
 
-    def rows(*shape):
-        return (jnp.asarray(rng.normal(size=(B, 1, *shape)), jnp.float32),)
+    def numbers(array, _):
+        return jnp.asarray(rng.normal(size=array.shape), jnp.float32)
 
-    return KVCache(rows(8, S), rows(S, 8), rows(S, 16))
+    return kv_cache.map_arrays(numbers, dense_cache(TINY, B, S, feature_layers=()))
+
+
+def arrays(cache):
+    return [*cache.keys, *cache.values, *cache.features]
 
 
 def rounds(kind, params, cache, slots):
@@ -99,7 +104,7 @@ def rounds(kind, params, cache, slots):
     static = {"config": TINY, "scheme": "cdf"}
     counts = np.int32(3), np.int32(99)
     B = len(slots.length)
-    pending = kv_cache.no_pending(TINY, M * B, jnp.float32, ())
+    pending = no_pending(TINY, M * B, jnp.float32, ())
     if kind == "trees":
         drafts = stack([Draft([1, 2, 3], [-1, -1, 0])] * B, 3)
         nodes_5M = packed_nodes.pack(drafts, drafts.count_A, np.arange(B), B, M * B, M)
@@ -126,7 +131,7 @@ def test_rows_at_rest_are_written_nowhere(kind):
         len(length_B), length=length_B, active=active_B, limit=limit_B, emitted=limit_B * 0
     )
     after = rounds(kind, params, before, slots)
-    for got, old in zip(jax.tree.leaves(after), jax.tree.leaves(want), strict=True):
+    for got, old in zip(arrays(after), arrays(want), strict=True):
         changed_B = (np.asarray(got) != old).reshape(len(old), -1).any(axis=1)
         np.testing.assert_array_equal(changed_B, active_B)
     # the last row was active for one token, at its last position
@@ -137,8 +142,8 @@ def test_only_accepted_entries_are_written_each_once_at_its_position():
     """Of a tree whose second branch is right: root, node 2 and node 5, at 4, 5 and 6."""
     cache = full_cache(2)
     want = jax.tree.map(np.array, cache)
-    pending = kv_cache.no_pending(TINY, 12, jnp.float32, ())
-    entries = kv_cache.Entries(
+    pending = no_pending(TINY, 12, jnp.float32, ())
+    entries = Entries(
         tuple(jnp.arange(12.0)[:, None, None] + jnp.zeros((12, 1, 8)) for _ in range(1)),
         tuple(-jnp.arange(12.0)[:, None, None] + jnp.zeros((12, 1, 8)) for _ in range(1)),
         (jnp.arange(12.0)[:, None] + jnp.zeros((12, 16)),),
@@ -164,12 +169,12 @@ def test_more_entries_than_are_written_at_a_time_are_all_written():
     """The first and the last of three nodes of each row, to positions 4 and 5."""
     B = kv_cache.CPU_WRITES * 3 // 4
     number_M = jnp.arange(3.0 * B)
-    entries = kv_cache.Entries(
+    entries = Entries(
         (number_M[:, None, None] + jnp.zeros((3 * B, 1, 8)),),
         (-number_M[:, None, None] + jnp.zeros((3 * B, 1, 8)),),
         (number_M[:, None] + jnp.zeros((3 * B, 16)),),
     )
-    cache, pending = full_cache(B), kv_cache.no_pending(TINY, 5 * B, jnp.float32, ())
+    cache, pending = full_cache(B), no_pending(TINY, 5 * B, jnp.float32, ())
     want = jax.tree.map(np.array, cache)
     positions_M, accepted_M = jnp.asarray([4, 5, 5] * B), jnp.asarray([True, False, True] * B)
     pending = pending.replaced(entries, jnp.repeat(jnp.arange(B), 3), positions_M, accepted_M)
@@ -188,7 +193,7 @@ def test_a_round_of_roots_alone_equals_one_with_padding():
     nothing, found = no_drafts(0, 1), []
     for num_nodes in (3, 12):
         slots = make_slots(3, length=np.asarray([0, 4, S - 1]))
-        pending = kv_cache.no_pending(TINY, 12, jnp.float32, ())
+        pending = no_pending(TINY, 12, jnp.float32, ())
         nodes_5M = packed_nodes.pack(nothing, nothing.count_A, np.zeros(0, int), 3, num_nodes, 4)
         state = full_cache(3), pending, slots
         cache, pending, slots, drawn_3M, _ = verify_round(
@@ -214,13 +219,13 @@ def test_chunks_beside_a_plain_round_change_none_of_it(features):
     stop_E, active_B = np.asarray([-1], np.int32), np.asarray([True, True, False])
     chunks_TX = np.asarray([[2, 0, *rng.integers(0, 20, 5)], [-1, *[0] * 6]], np.int32)
     layers = (0,) if features else None
-    shapes = jax.eval_shape(lambda: kv_cache.init(model, B, S, jnp.float32, layers))
-    random = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), shapes)
+    empty = dense_cache(model, B, S, feature_layers=layers)
+    random = kv_cache.map_arrays(lambda x, _: rng.normal(size=x.shape).astype(np.float32), empty)
     found, written = [], []
     for step in (decode_rounds, decode_beside_chunks):
         cache = jax.tree.map(jnp.array, random)
         slots = make_slots(B, length=np.asarray([4, 7, 5]), active=active_B)
-        state = cache, kv_cache.no_pending(model, 12, jnp.float32, layers), slots, stop_E
+        state = cache, no_pending(model, 12, jnp.float32, layers), slots, stop_E
         if step is decode_rounds:
             options = static | {"max_rounds": 1}
             cache, _, slots, drawn = step(params, *state, np.int32(1), np.int32(9), **options)
@@ -240,8 +245,8 @@ def test_chunks_beside_a_plain_round_change_none_of_it(features):
 
 def test_what_waits_is_written_before_a_round_with_chunks():
     params, static = transformer.init(TINY, jax.random.key(0)), {"config": TINY, "scheme": "cdf"}
-    entries = kv_cache.Entries((jnp.ones((2, 1, 8)),), (jnp.ones((2, 1, 8)),), (jnp.ones((2, 16)),))
-    pending = kv_cache.no_pending(TINY, 4, jnp.float32, ())
+    entries = Entries((jnp.ones((2, 1, 8)),), (jnp.ones((2, 1, 8)),), (jnp.ones((2, 16)),))
+    pending = no_pending(TINY, 4, jnp.float32, ())
     pending = pending.replaced(
         entries, jnp.arange(2), jnp.asarray([3, 3]), jnp.asarray([True, False])
     )

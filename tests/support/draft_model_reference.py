@@ -34,8 +34,8 @@ CONFIG = ChainConfig(
     pass_tokens=32,
     max_draft_tokens=5,
 )
-BUCKETS = EngineConfig(slots=8, min_slots=4, min_positions=32)
-ONE_BUCKET = dataclasses.replace(BUCKETS, min_slots=8, min_positions=LONGEST)  # each is compiled
+BUCKETS = EngineConfig(slots=8, min_slots=4, page_tokens=16)
+ONE_BUCKET = dataclasses.replace(BUCKETS, min_slots=8)  # each is compiled
 KEY = sampling.step_key(3, 4)
 COOL = SamplingConfig(temperature=0.7)
 SAMPLINGS = {
@@ -60,7 +60,8 @@ PARAMS = make_params()
 def make_drafter(
     config=CONFIG, *, params=PARAMS, draws=COOL, buckets=ONE_BUCKET, place=None, **options
 ):
-    runner = ModelRunner(POLICY, buckets, longest_tokens=LONGEST, **(place or {}))
+    sizes = {"longest_tokens": LONGEST, "most_slots": buckets.max_slots}
+    runner = ModelRunner(POLICY, buckets, **sizes, **(place or {}))
     return DraftModelDrafter(
         MODEL, params, config, runner=runner, sampling=draws, key=KEY, **options
     )

@@ -40,9 +40,7 @@ from reprise.spec.round_times import RoundTimes
 from reprise.spec.sampling import step_key
 
 MODEL = ModelConfig("qwen3", 32, 16, 1, 4, 2, 8, 16, qk_norm=True, max_positions=64)
-
-
-CONFIG = one_size(PLAIN)
+CONFIG = one_size(dataclasses.replace(PLAIN, page_tokens=8))
 SAMPLING = SamplingConfig(max_new_tokens=16)
 KEY = step_key(3, 1)
 PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8, 9, 10, 11, 12, 13)]
@@ -153,8 +151,7 @@ class Worker:
 
 def seconds(slope):
     """A table of seconds in which rounds of four times the nodes take `slope` times as long."""
-    table = {(4, 4 * 4**i, S): slope**i for i in range(2) for S in (32, 64)}
-    return RoundTimes(table)
+    return RoundTimes({(4, 4 * 4**i, 32): slope**i for i in range(2)})
 
 
 def facts(worker, trajectories):

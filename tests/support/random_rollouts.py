@@ -112,21 +112,19 @@ class Counts(NamedTuple):
     brought: int
 
 
-def _config(rng, cache, ways, longest):
+def _config(rng, ways, longest):
     T, slots = int(rng.choice([2, 3, 4])), int(rng.choice([2, 3, 4, 6]))
     most = -(-longest // T)
     few = int(rng.choice([0, 1, 1, 2, 3]))  # none: as many as all can need
     return EngineConfig(
         slots=slots,
         min_slots=int(rng.choice([1, slots])),
-        min_positions=int(rng.choice([4, 8, 16])),
         rounds_per_fetch=int(rng.choice([1, 2, 5])),
         max_nodes=int(rng.choice([1, 2, 4, 6])),
         prefill_rows=int(rng.choice([1, 2, 3])),
         prefill_chunk_tokens=int(rng.choice([1, 3, 5, 8])),
-        cache=cache,
         page_tokens=T,
-        pages=ways * (most + few) if few and cache == "pages" else 0,
+        pages=ways * (most + few) if few else 0,
     ).over(ways)
 
 
@@ -150,11 +148,11 @@ def _drafter(rng, known):
     return DrafterUnion(texts, ["own", "group"]) if kind == "texts" else None
 
 
-def run(seed: int, cache: str, ways: int) -> Counts:
+def run(seed: int, ways: int) -> Counts:
     """Run one rollout. Raises AssertionError where anything is not as it has to be."""
     rng = np.random.default_rng([seed, ways])
     longest = int(rng.integers(8, 32))
-    config, requests = _config(rng, cache, ways, longest), _requests(rng, longest)
+    config, requests = _config(rng, ways, longest), _requests(rng, longest)
     expected = {r.request_id: symbolic_device.response(r, (STOP,)) for r in requests}
     engine = SymbolicEngine(MODEL, config, dtype=np.float32)
     engine.ways = ways

@@ -1,7 +1,7 @@
 """A device that computes hashes: the engine's host side runs as it is, and nothing is compiled.
 
 An entry of the cache is the hash of its whole context, and its token. A round reads all entries of
-a slot and checks each with the one before it, so that a wrong page, row, position, order or write
+a slot and checks each with the one before it, so that a wrong page, position, order or write
 is found; what it draws is a hash of context, request and place. `response` is what has to come.
 """
 
@@ -17,10 +17,8 @@ import numpy as np
 
 from reprise.models.config import ModelConfig
 from reprise.models.kv_cache import KVCache
-from reprise.models.paged_cache import PagedCache
-from reprise.rl.engine import cache_ops, rounds, row_memory, slot_cache
+from reprise.rl.engine import cache_ops, rounds, slot_cache
 from reprise.rl.engine.engine import Engine
-from reprise.rl.records.trajectory import HostKv
 
 VOCAB = 23
 MODEL = ModelConfig("llama", VOCAB, 8, 1, 1, 1, 4, 8, max_positions=4096)
@@ -59,22 +57,19 @@ def response(request, ends=()) -> tuple[list[int], list[np.float32]]:
 
 
 def _place(cache, slot, position):
-    """Return the page (or row) of a position and its place there; None where it has none."""
-    size = cache.values[0].shape[2]
-    if not isinstance(cache, PagedCache):
-        return (slot, position) if position < size else None
-    table_N = cache.table_BN[slot]
-    page = int(table_N[position // size]) if position < len(table_N) * size else NOTHING
-    return None if page == NOTHING else (page, position % size)
+    """Return the page of a position and its place there; None where it has none."""
+    T = cache.page_tokens
+    page = int(cache.table_BN[slot, position // T]) if position < cache.num_positions else NOTHING
+    return None if page == NOTHING else (page, position % T)
 
 
 def _context(cache, slot, length):
     """Check the first `length` entries of a slot; return their context."""
     if length and _place(cache, slot, length - 1) is None:
         raise Broken(f"slot {slot} reads position {length - 1}, which it has no page for")
-    pages = cache.table_BN[slot] if isinstance(cache, PagedCache) else slice(slot, slot + 1)
+    page_N = cache.table_BN[slot]
     entries = (
-        x[0][pages, 0, :, 0].reshape(-1)[:length].tolist() for x in (cache.keys, cache.values)
+        x[0][page_N, 0, :, 0].reshape(-1)[:length].tolist() for x in (cache.keys, cache.values)
     )
     context = 0
     for position, (found, token) in enumerate(zip(*entries, strict=True)):
@@ -92,12 +87,11 @@ def _write(cache, entries):
         if place is None:
             continue
         page, offset = place
-        if isinstance(cache, PagedCache):
-            part = page * cache.ways // len(cache.values[0])
-            if part != slot * cache.ways // len(cache.table_BN):
-                raise Broken(f"slot {slot} writes to a page of another part")
-            if np.count_nonzero(cache.table_BN == page) > 1:
-                raise Broken(f"slot {slot} writes to a page that another one has, too")
+        part = page * cache.ways // len(cache.values[0])
+        if part != slot * cache.ways // len(cache.table_BN):
+            raise Broken(f"slot {slot} writes to a page of another part")
+        if np.count_nonzero(cache.table_BN == page) > 1:
+            raise Broken(f"slot {slot} writes to a page that another one has, too")
         cache.keys[0][page, 0, offset, 0] = context
         cache.values[0][page, 0, offset, 0] = token
     return cache
@@ -224,18 +218,8 @@ def read_pages(cache, page_X):
     return SymbolicPages(*pages, (), None)
 
 
-def resized(cache, rows, num_positions):
-    def one(old):
-        new = np.full((len(rows), 1, num_positions, 1), NOTHING)
-        kept = min(num_positions, old.shape[2])
-        new[:, :, :kept] = old[rows, :, :kept]
-        return new
-
-    return KVCache((one(cache.keys[0]),), (one(cache.values[0]),), ())
-
-
 @dataclasses.dataclass(frozen=True)
-class SymbolicPages(PagedCache):
+class SymbolicPages(KVCache):
     ways: int = 1  # the parts that slots and pages have
 
 
@@ -260,38 +244,14 @@ class SymbolicEngine(Engine):
     def readable(self, x):
         return x
 
-    def empty_cache(self, num_slots, num_positions):
-        size, T = (num_slots, 1, num_positions, 1), self.config.page_tokens
-        if self.is_paged:
-            size = self.num_pages, 1, T, 1
-        arrays = [(np.full(size, NOTHING),) for _ in range(2)]
-        if not self.is_paged:
-            return KVCache(*arrays, ())
-        table_BN = np.full((num_slots, num_positions // T), NOTHING)
-        return SymbolicPages(*arrays, (), table_BN, ways=self.ways)
+    def empty_cache(self, num_slots):
+        size = self.num_pages, 1, self.config.page_tokens, 1
+        keys, values = (np.full(size, NOTHING) for _ in range(2))
+        table_BN = np.full((num_slots, self.slot_pages), NOTHING)
+        return SymbolicPages((keys,), (values,), (), table_BN, ways=self.ways)
 
     def empty_pending(self, num_slots):
         return []
-
-    def copy_rows(self, cache, copies, num_tokens):
-        for source, target in copies:
-            for [array] in (cache.keys, cache.values):
-                array[target, :, :num_tokens] = array[source, :, :num_tokens]
-        return cache
-
-    def insert_kv(self, cache, entering):
-        for kv, row in entering:
-            keys, values = kv.entries.keys[0].reshape(-1), kv.entries.values[0].reshape(-1)
-            cache.keys[0][row, 0, : len(keys), 0] = keys
-            cache.values[0][row, 0, : len(values), 0] = values
-        return cache
-
-    def read_kv(self, cache, rows, num_tokens):
-        def read(row, count):
-            keys, values = (x[0][row, :, :count].copy() for x in (cache.keys, cache.values))
-            return HostKv(KVCache((keys.swapaxes(1, 2),), (values,), ()))
-
-        return [read(row, count) for row, count in zip(rows, num_tokens, strict=True)]
 
 
 @contextlib.contextmanager
@@ -309,5 +269,4 @@ def device() -> Iterator[None]:
         )
         settled = lambda cache, pending: (_write(cache, pending), [])  # noqa: E731
         stack.enter_context(patch.object(slot_cache, "settle", settled))
-        stack.enter_context(patch.object(row_memory, "resize", resized))
         yield

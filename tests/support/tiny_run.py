@@ -133,6 +133,7 @@ Sampling.max_new_tokens = 8
 Sampling.draw = "cdf"
 Engine.slots = 8
 Engine.min_slots = 8
+Engine.page_tokens = 16
 Engine.prefill_chunk_tokens = 8
 Engine.max_nodes = 2
 Engine.rounds_per_fetch = 4
@@ -185,7 +186,6 @@ def opened(config: TrainConfig, inputs: Inputs) -> Iterator[tuple[System, TrainS
             clock=time.perf_counter,
         ) as (system, state),
     ):
-        loop.finish_warm_up(system, state, Path(folder))
         yield system, state
 
 

@@ -74,7 +74,8 @@ def test_products_have_the_same_bits_without_avx512():
 @needs_avx512
 def test_attention_is_right_without_avx512():
     files = [
-        f"tests/models/kernels/{name}_cpu.py" for name in ("test_cached_rows", "test_row_attention")
+        f"tests/models/kernels/{name}_cpu.py"
+        for name in ("test_page_attention", "test_row_attention")
     ]
     chosen = "attends or alone or bfloat16 or outputs_and_gradients or whatever_follows"
     text = run_without_avx512("-m", "pytest", "-q", "-p", "no:xdist", "-k", chosen, *files)

@@ -4,18 +4,19 @@ import dataclasses
 import types
 from functools import partial
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from draft_model_reference import LONGEST, MODEL, POLICY, Host
 
+from reprise.models import kv_cache
 from reprise.rl.engine.config import EngineConfig
 from reprise.spec.config import SamplingConfig
 from reprise.spec.draft_cache import cache as draft_cache
 from reprise.spec.draft_cache.cache import DraftCache, PassSizes
 from reprise.spec.draft_cache.drafting import END_COLUMNS
 
-BUCKETS = EngineConfig(slots=8, min_slots=2, min_positions=16)
+T, N = 4, LONGEST // 4  # positions of a page, pages of a row
+BUCKETS = EngineConfig(slots=8, min_slots=2, page_tokens=T)
 GIVEN = "weights", ()
 TEXTS = {7: range(1, 15), 4: [5, 6], 9: range(20, 31)}
 
@@ -34,15 +35,20 @@ def make(monkeypatch):
 
 
 def _make(monkeypatch, first_token=0, apart=False):
+    num_pages = 4 * N
     runner = types.SimpleNamespace(
         dtype=np.float32,
         model=POLICY,
         config=BUCKETS,
-        is_paged=False,
-        position_sizes=lambda _: BUCKETS.position_sizes(LONGEST),
+        num_pages=num_pages,
+        slot_pages=N,
+        num_positions=LONGEST,
+        batch_ways=1,
+        cache_of=lambda model, num_slots: kv_cache.init(
+            model, num_slots, N, num_pages, T, np.float32, for_cpu=True
+        ),
         argument=lambda x: x,
         put=lambda x: x,
-        zero_rows=jnp.zeros,
     )
     passes = PassSizes(window_tokens=2, chunk_widths=(4,), pass_tokens=12)
     drafting = types.SimpleNamespace(first_token=first_token, apart=apart)
@@ -71,7 +77,7 @@ def computed(tables, num_rows):
 def test_rows_lack_nothing_but_their_window_and_only_they_are_computed(make, apart):
     cache, tables = make(apart=apart, first_token=int(apart))
     first, asked = int(apart), live(TEXTS)
-    rows_A, _ = cache.follow(asked, asked, 16, GIVEN)
+    rows_A, _ = cache.follow(asked, asked, GIVEN)
     passes = computed(tables, len(cache.rows))
     assert {table.shape for table in tables} == {(3, 3 + 4)}
     got = {(row, slot, t): token for entries in passes for row, slot, t, token in entries}
@@ -89,32 +95,37 @@ def test_rows_lack_nothing_but_their_window_and_only_they_are_computed(make, apa
             assert all(min(at) <= known[row] for row, at in places.items())
             known |= {row: max(at) + 1 for row, at in places.items()}
     cache.rows.known_B[rows_A] = [len(text) for text in TEXTS.values()]
-    cache.follow(asked, asked, 16, GIVEN)
+    cache.follow(asked, asked, GIVEN)
     assert len(tables) == len(passes)
 
 
 def test_entries_are_kept_in_other_buckets(make):
     cache, tables = make()
     asked = live(TEXTS)
-    rows_A, _ = cache.follow(asked, asked, 16, GIVEN)
-    marked = tuple(keys.at[rows_A[2]].set(3.0) for keys in cache.arrays.keys)
+    rows_A, _ = cache.follow(asked, asked, GIVEN)
+    pages_AN = np.asarray(cache.arrays.table_BN)[rows_A]
+    [held_N] = pages_AN[2:]
+    marked = tuple(keys.at[held_N[held_N >= 0]].set(3.0) for keys in cache.arrays.keys)
     cache.arrays = dataclasses.replace(cache.arrays, keys=marked)
     before = len(tables)
     few = live({9: TEXTS[9], 7: TEXTS[7]}, 2)
-    rows_A, _ = cache.follow(few, few, 40, GIVEN)
-    assert (cache.arrays.num_slots, cache.arrays.num_positions) == (2, 64)
+    rows_A, _ = cache.follow(few, few, GIVEN)
+    assert (cache.arrays.num_slots, cache.arrays.num_positions) == (2, LONGEST)
     assert len(tables) == before
-    keys = np.asarray(cache.arrays.keys[0])[rows_A[0]]
-    assert (keys[..., :16] == 3).all() and (keys[..., 16:] == 0).all()
+    np.testing.assert_array_equal(cache.arrays.table_BN[rows_A], pages_AN[[2, 0]])
+    keys_BKhS, _ = cache.arrays.layer(0).whole_slots()
+    num_tokens = len(TEXTS[9])
+    assert (keys_BKhS[rows_A[0], ..., :num_tokens] == 3).all()
+    assert (keys_BKhS[rows_A[1], ..., : len(TEXTS[7])] == 0).all()
 
 
 def test_a_step_that_fails_costs_the_entries_alone(make):
     cache, tables = make()
     asked = live(TEXTS)
-    cache.follow(asked, asked, 16, GIVEN)
+    cache.follow(asked, asked, GIVEN)
     first = len(tables)
     cache.taken()
-    cache.follow(asked, asked, 16, GIVEN)
+    cache.follow(asked, asked, GIVEN)
     assert len(tables) == 2 * first
 
 
@@ -122,7 +133,7 @@ def test_requests_that_share_noise_have_rows_of_their_own_and_one_name(make):
     """Of one example in two steps of a pipeline; drafters draw with the noise of the policy."""
     cache, _ = make()
     asked = live({7: [1, 2, 3], 7 + 3 * 2**31: [1, 2, 3]})
-    rows_A, _ = cache.follow(asked, asked, 16, GIVEN)
+    rows_A, _ = cache.follow(asked, asked, GIVEN)
     assert len(set(rows_A.tolist())) == 2
     table_BX = cache.ends(asked, rows_A, np.ones(2, np.int32), SamplingConfig())
     names = table_BX[rows_A, 2 + END_COLUMNS.index("request_id")]

@@ -99,10 +99,12 @@ T, AHEAD, POSITIONS = 4, 3, 40
 
 def make(num_rows, num_pages, ways=1):
     config = types.SimpleNamespace(page_tokens=T, max_nodes=AHEAD, rounds_per_fetch=2)
-    runner = types.SimpleNamespace(config=config, num_pages=num_pages, batch_ways=ways)
+    runner = types.SimpleNamespace(
+        config=config, num_pages=num_pages, slot_pages=POSITIONS // T, batch_ways=ways
+    )
     rows = CachedRows(num_rows, POSITIONS)
     rows.owner_B[:] = np.arange(num_rows)
-    return rows, RowPages(num_rows, POSITIONS, runner)
+    return rows, RowPages(num_rows, runner)
 
 
 def reserve(rows, pages, wanted):

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from dense_cache import dense_cache
 from draft_model_reference import (
     BUCKETS,
     CONFIG,
@@ -198,10 +199,9 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def warm_up(drafter, slots, positions):
+def warm_up(drafter, *sizes):
     """As the engine's does; how many programs there are."""
-    sizes = {(b, s) for b in (slots, 8) for s in (positions, LONGEST)}
-    programs = [program for size in sizes for program in drafter.programs(*size)]
+    programs = [program for slots in sizes for program in drafter.programs(slots)]
     for step, arguments in programs:
         args, options = arguments()
         jax.block_until_ready(step(*args, **options))
@@ -215,10 +215,9 @@ def test_nothing_compiles_after_warm_up(compiled):
     drafter = make_drafter(buckets=BUCKETS, params=jax.device_put(PARAMS, device), place=place)
     slowly([1], 1, 0, 1, COOL, "greedy")  # the reference compiles for itself
     compiled.clear()
-    programs = warm_up(drafter, 4, 32)
-    # 2 buckets of rows, 2 of positions: a chain and 2 chunks in each, and
-    # 3 ways from one to another, there and back for rows, for keys and values
-    assert len(compiled) >= programs == 4 * 3 + 2 * 6
+    programs = warm_up(drafter, 4, 8)
+    # 2 buckets of rows: a chain and 2 chunks in each
+    assert len(compiled) >= programs == 2 * 3
     compiled.clear()
     assert history(drafter, 2, rounds=20) == []
     assert compiled == []
@@ -239,7 +238,7 @@ def test_nor_on_a_mesh(compiled):
     with jax.set_mesh(mesh):
         slowly([1], 1, 0, 1, COOL, "greedy")
         compiled.clear()
-        programs = warm_up(drafter, 8, LONGEST)
+        programs = warm_up(drafter, 8)
         assert len(compiled) >= programs == 3
         compiled.clear()
         assert history(drafter, 2) == []
@@ -279,9 +278,10 @@ def test_bad_settings_are_named(change, words):
 def test_rows_at_rest_and_chains_that_have_ended_are_written_nowhere():
     B, S, W, most_B = 4, 32, 4, np.array([0, 5, 2, 0])
     total_B = np.array([S, 9, 7, 3])
-    zeros = kv_cache.init(MODEL, B, S, np.float32)
     rng = np.random.default_rng(0)
-    held = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), zeros)
+    held = kv_cache.map_arrays(
+        lambda x, _: rng.normal(size=x.shape).astype(np.float32), dense_cache(MODEL, B, S)
+    )
     table_BX = np.zeros((B, W + len(END_COLUMNS)), np.int32)
     for name, values in (("total", total_B), ("max", most_B)):
         table_BX[:, W + END_COLUMNS.index(name)] = values
@@ -289,8 +289,8 @@ def test_rows_at_rest_and_chains_that_have_ended_are_written_nowhere():
     state = (constants, ()), jax.tree.map(jax.numpy.asarray, held), table_BX, np.int32(6)
     after, _ = drafting.draft(*state, drafting=ChainDrafting(MODEL, None), max_tokens=6)
     at_S = np.arange(S)
-    for got, old, axis in zip(after.values, held.values, (2,) * len(held.values), strict=True):
-        changed_BS = np.moveaxis(np.asarray(got) != old, axis, 1).reshape(B, S, -1).any(axis=2)
+    for got, old in zip(after.values, held.values, strict=True):
+        changed_BS = np.moveaxis(np.asarray(got) != old, 2, 1).reshape(B, S, -1).any(axis=2)
         for b, (total, most) in enumerate(zip(total_B, most_B, strict=True)):
             window = (at_S >= total - W) & (at_S < total + most - 1) & (most > 0)
             np.testing.assert_array_equal(changed_BS[b], window)

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dense_cache import dense_cache, own_pages
 
 from reprise.models import kv_cache, transformer
 from reprise.models.attention import attend, causal_mask
 from reprise.models.config import ModelConfig
+from reprise.models.kv_cache import PagedStates
 from reprise.spec import sampling
 from reprise.spec.draft_cache import drafting
 from reprise.spec.draft_cache.drafting import END_COLUMNS
@@ -123,12 +125,18 @@ def chunks(tokens, first_P, width, rows_P=range(B)):
 
 
 def empty(config):
-    return kv_cache.init(config.layer, B, S, jnp.float32)
+    return dense_cache(config.layer, B, S)
+
+
+def inputs(params, frozen, hidden):
+    """Weights, the key of the noise, and the hidden states of the policy in one page a slot."""
+    constants = DeviceWeights(params, frozen), sampling.step_key(0, 0)
+    return constants, (PagedStates(jnp.asarray(hidden), own_pages(B)),)
 
 
 def drafted(config, params, frozen, hidden, tokens, ids, *, K, depth, M, temperature=1.0, **more):
     search = TreeDrafting(Search(config, K, max_depth=4, **more))
-    given = (DeviceWeights(params, frozen), sampling.step_key(0, 0)), (hidden,)
+    given = inputs(params, frozen, hidden)
     cache, C, W = empty(config), 8, 4
     for first in range(1, int(LENGTH_B.max()), C):  # all but the window of the last entries
         first_P = np.full(B, min(first, S + 1 - C))
@@ -205,18 +213,20 @@ def test_rows_at_rest_are_written_nowhere() -> None:
     config, params, frozen, hidden, tokens = make("eagle", None)
     depth, C = 3, 4
     search = TreeDrafting(Search(config, 2, depth))
-    given = (DeviceWeights(params, frozen), sampling.step_key(0, 0)), (hidden,)
+    given = inputs(params, frozen, hidden)
     rng = np.random.default_rng(0)
-    held = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), empty(config))
+    held = kv_cache.map_arrays(
+        lambda x, _: rng.normal(size=x.shape).astype(np.float32), empty(config)
+    )
 
     def changed(cache):
-        pairs = zip(jax.tree.leaves(cache), jax.tree.leaves(held), (3, 2), strict=True)
+        pairs = zip((*cache.keys, *cache.values), (*held.keys, *held.values), (3, 2), strict=True)
         differ = [np.moveaxis(np.asarray(new) != was, axis, 1) for new, was, axis in pairs]
         return np.stack([x.reshape(B, S, -1).any(axis=2) for x in differ])
 
     def draft(most_B):
         table_BX = ends(tokens, np.where(most_B, LENGTH_B, -1), C, most_B=most_B)
-        state = given, jax.tree.map(jnp.asarray, held), table_BX, jnp.int32(depth)
+        state = given, jax.tree.map(jnp.array, held), table_BX, jnp.int32(depth)
         return drafting.draft(*state, drafting=search, max_tokens=5)
 
     rest = 0  # the first row's angles choose a branch for all
@@ -233,7 +243,7 @@ def test_chunks_are_written_where_they_belong_and_padding_nowhere() -> None:
     """Several of one row in one pass, and one that ends with the row."""
     config, params, frozen, hidden, tokens = make("eagle", None)
     search, C = TreeDrafting(Search(config, 2, 3)), 4
-    given = (DeviceWeights(params, frozen), sampling.step_key(0, 0)), (hidden,)
+    given = inputs(params, frozen, hidden)
     table_PX = chunks(tokens, (5, 9, S + 1 - C, 1), C, rows_P=(1, 1, 2, 0))
     table_PX[-1, 0] = B
     cache = drafting.catch_up(given, empty(config), table_PX, drafting=search)
@@ -243,7 +253,8 @@ def test_chunks_are_written_where_they_belong_and_padding_nowhere() -> None:
         whole = drafting.catch_up(given, whole, table_BX, drafting=search)
     written = np.zeros((B, S), bool)
     written[1, 4:12] = written[2, S - C :] = True
-    for got, want, axis in zip(jax.tree.leaves(cache), jax.tree.leaves(whole), (3, 2), strict=True):
+    pairs = (*cache.keys, *cache.values), (*whole.keys, *whole.values)
+    for got, want, axis in zip(*pairs, (3, 2), strict=True):
         got, want = (np.moveaxis(np.asarray(x), axis, 1) for x in (got, want))
         assert (want != 0).any(axis=(2, 3)).all()
         want = np.where(written[:, :, None, None], want, 0)
