@@ -172,20 +172,20 @@ def assign(
 ) -> list[int]:
     """Return free rows for the first waiting requests, up to the first request without pages.
 
-    A row that holds the prompt is preferred. Rows that hold one of `wanted_later` (prompt numbers
-    of later requests) are given to other prompts last.
+    A row that holds the prompt is preferred. Rows that another of these requests would reuse, then
+    rows that hold one of `wanted_later` (prompt numbers of later requests), are given to other
+    prompts last. Of equal rows, the row with the oldest last request is taken.
     """
     rows, busy = list[int](), np.nonzero(table.busy_B)[0].tolist()
     room, common = _room(table, pages, fetch_tokens, busy), _Common(pages, table, busy)
-    free = sorted(table.free_rows(), key=lambda r: (table.prompts[r] in wanted_later, r))
-    for p in waiting[: len(free)]:
+    free = table.free_rows()
+    waiting = waiting[: len(free)]
+    claimed = _claimed(waiting, table, free)
+    free.sort(key=lambda r: (r in claimed, table.prompts[r] in wanted_later, table.entered_B[r]))
+    for p in waiting:
         number = table.known_prompts.of(p.request).number
         needed = pages.pages_for(needed_by(p, table, fetch_tokens))
-        holders = list[int]()
-        if p.kv is None:
-            reusable_R = table.reusable_tokens(p.request, free)
-            best = int(reusable_R.max(initial=0))
-            holders = [r for r, n in zip(free, reusable_R, strict=True) if n == best > 0]
+        holders = _holders(p, table, free)
         first = {pages.part_B[r]: r for r in reversed(free) if r not in holders}  # by part
         left = {
             row: room[pages.part_B[row]] - needed + common.num_pages(p, number, row)
@@ -199,6 +199,25 @@ def assign(
         free.remove(row)
         rows.append(row)
     return rows
+
+
+def _holders(p: PartialRequest, table: SlotTable, free: Sequence[int]) -> list[int]:
+    """Return the free rows that hold the most prompt tokens of a waiting request, if any."""
+    if p.kv is not None:
+        return []
+    reusable_R = table.reusable_tokens(p.request, free)
+    best = int(reusable_R.max(initial=0))
+    return [r for r, n in zip(free, reusable_R, strict=True) if n == best > 0]
+
+
+def _claimed(
+    waiting: Sequence[PartialRequest], table: SlotTable, free: Sequence[int]
+) -> set[int]:
+    """Return the free rows that waiting requests would reuse, at most one for each request."""
+    claimed = set[int]()
+    for p in waiting:
+        claimed.update([r for r in _holders(p, table, free) if r not in claimed][:1])
+    return claimed
 
 
 def _room(table: SlotTable, pages: PageTable, fetch_tokens: int, busy: Sequence[int]) -> list[int]:

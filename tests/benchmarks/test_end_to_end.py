@@ -18,7 +18,6 @@ TEXTS = ["2+3\n#### 5", "####", "#### 4 #### 5 ", "5", "#### 5\nor 6", "#### 15"
 SMALL = """
 Engine.slots = 8
 Engine.min_slots = 8
-Engine.min_positions = 160
 Engine.max_nodes = 2
 Rollout.max_prompt_tokens = 128
 Trainer.micro_batch_tokens = 768

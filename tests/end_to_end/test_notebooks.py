@@ -26,7 +26,7 @@ SMALLER = {
     "countdown.ipynb": "from pathlib import Path\nFOLDER, PICTURE = Path('grid'), 'grid.png'",
     "ahead.ipynb": "STEPS, MORE = 3, ['Rollout.prompts_per_step=2', 'Rollout.group_size=4', "
     "'Sampling.max_new_tokens=24', 'Engine.slots=4', 'Engine.min_slots=4', 'Engine.max_nodes=4', "
-    "'Engine.min_positions=192', 'Speculation.budget=\"off\"', 'Trainer.minibatches=1']",
+    "'Speculation.budget=\"off\"', 'Trainer.minibatches=1']",
     "custom_loop.ipynb": "FOLDER, STEPS, NUMBERS, GAMES, TURNS = 'policies/tiny', 5, 2, 4, 2\n"
     "SETTINGS = [*SETTINGS, "
     "'Sampling.max_new_tokens=24', 'Engine.slots=8', 'Engine.min_slots=8']",
@@ -37,7 +37,7 @@ SMALLER = {
     "drafter.ipynb": "RL_STEPS, DRAFTER_STEPS, PROMPTS, NODES, DEPTH, MORE = 2, 2, 4, 4, 2, "
     "['Sampling.max_new_tokens=24', 'Engine.slots=16', 'Engine.min_slots=16', "
     "'Engine.max_nodes=2', 'Drafter.max_depth=1', 'Drafter.top_k=1', 'Drafter.row_tokens=192', "
-    "'Drafter.batch_rows=1', 'Engine.min_positions=192', 'Speculation.budget=\"fixed:1\"']",
+    "'Drafter.batch_rows=1', 'Speculation.budget=\"fixed:1\"']",
 }
 
 # what `plt.show()` would have shown is counted instead

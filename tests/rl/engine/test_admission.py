@@ -4,11 +4,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.rl.engine import admission
-from reprise.rl.engine.admission import WaitingQueue, assign
-from reprise.rl.engine.slot_table import Prompts
+from reprise.rl.engine.admission import WaitingQueue
+from reprise.rl.engine.ending import Endings
+from reprise.rl.engine.slot_table import Prompts, SlotTable
 from reprise.rl.records.trajectory import PartialRequest, Request
+from reprise.spec.config import SamplingConfig
+from reprise.spec.page_table import PageTable
 
 A, B, C, D = range(4)
+PROMPTS = [(number, 7, 7, 7) for number in range(6)]
+PAGE = 2
+SLOT_PAGES = 3
+
+
+def assign(prompts, free_rows, held, wanted_later=(), entered=None):
+    """Rows for requests with these prompts; `held` has the prompt of each row. Pages suffice.
+
+    `entered` has the order in which the last requests of rows entered.
+    """
+    table = SlotTable(len(held), 8, Endings(SamplingConfig(max_new_tokens=2)))
+    pages = PageTable(len(held), SLOT_PAGES, SLOT_PAGES * len(held), PAGE)
+    requests = [Request(number, prompt) for number, prompt in enumerate(PROMPTS)]
+    assert [table.known_prompts.of(r).number for r in requests] == list(range(6))
+    if entered is not None:
+        table.entered_B[:] = entered
+    for row, prompt in enumerate(held):
+        table.prompts[row] = prompt
+        table.busy_B[row] = row not in free_rows
+        if prompt is not None:
+            assert pages.reserve(row, len(PROMPTS[prompt]) - 1)
+    waiting = [PartialRequest(requests[prompt]) for prompt in prompts]
+    return admission.assign(waiting, table, pages, 1, wanted_later)
 
 
 def fills(lacking, held, parts=None, is_busy=None):
@@ -65,6 +91,12 @@ def test_rows_wanted_later_are_overwritten_last():
 def test_a_free_row_with_a_wanted_prompt_is_not_given_to_another():
     # row 0 holds what the second request wants; the first must not be put there
     assert assign([D, A], [0, 1], [A, None]) == [1, 0]
+
+
+def test_of_equal_rows_the_one_with_the_oldest_last_request_is_taken():
+    """A server keeps the rows of the dialogues that went on last."""
+    assert assign([D], [0, 1, 2], [A, B, C], entered=[3, 1, 2]) == [1]
+    assert assign([D, D], [0, 1, 2], [A, B, C], wanted_later={B}, entered=[3, 1, 2]) == [2, 0]
 
 
 PROMPT = st.integers(0, 5)

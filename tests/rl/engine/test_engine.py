@@ -94,7 +94,8 @@ def test_bad_requests_name_themselves_before_any_device_work(requests, message):
     [
         ({"slots": 0}, "slots must be at least 1, got 0"),
         ({"rounds_per_fetch": 0}, "rounds_per_fetch"),
-        ({"prefill_chunk_tokens": 0}, "prefill_chunk_tokens must be at least 1, got 0"),
+        ({"page_tokens": 0}, "page_tokens must be at least 1, got 0"),
+        ({"prefill_chunk_tokens": -1}, "prefill_chunk_tokens must be at least 0, got -1"),
     ],
 )
 def test_bad_settings(change, message):
@@ -169,14 +170,12 @@ def foreseen(live, most):
 
 
 @pytest.mark.usefixtures("hashes")
-@pytest.mark.parametrize("cache", ["rows", "pages"])
 @pytest.mark.parametrize(("rounds_per_fetch", "drafts"), [(1, False), (4, False), (1, True)])
 def test_logits_that_are_not_finite_end_their_response_alone(
-    monkeypatch, cache, rounds_per_fetch, drafts
+    monkeypatch, rounds_per_fetch, drafts
 ):
     """At every place of a response; the others, and later ones in its row, are as without it."""
-    pages = {"page_tokens": 4} if cache == "pages" else {}
-    engine = hashing(cache=cache, rounds_per_fetch=rounds_per_fetch, max_nodes=4, **pages)
+    engine = hashing(rounds_per_fetch=rounds_per_fetch, max_nodes=4, page_tokens=4)
     requests = [Request(i, (1, 2 + i % 3), max_new_tokens=12) for i in range(9)]
     ends = {1: 0, 2: 3, 5: 11, 8: 7}  # responses, and the tokens before
     logprob, bad = symbolic_device.logprob, set()
@@ -336,58 +335,32 @@ def test_rows_that_waiting_siblings_need_survive_the_shrinking():
     assert engine.stats.prefilled_tokens == 2 + 1
 
 
-@pytest.mark.parametrize(
-    ("longest", "sizes"),
-    [
-        (20, [64]),
-        (64, [64]),
-        (65, [64, 128]),
-        (129, [64, 96, 192]),
-        (180, [64, 96, 192]),
-        (193, [64, 128, 256]),
-        (384, [64, 192, 384]),
-        (18_432, [2304, 9216, 18_432]),
-    ],
-)
-def test_the_last_bucket_of_positions_is_what_the_longest_request_can_need(longest, sizes):
-    assert EngineConfig().position_sizes(longest) == sizes
-
-
-def test_a_batch_that_drains_has_as_many_positions_in_all_as_the_whole_one_at_least():
-    sizes = {B: EngineConfig().batch_positions(B, 64, 18_432) for B in (64, 32, 16, 8, 4)}
-    assert sizes[64] == [2304, 9216, 18_432]
-    assert sizes[32] == sizes[16] == [9216, 18_432]  # 16 · 9216 are 64 · 2304
-    assert sizes[8] == sizes[4] == [18_432]
-    few = EngineConfig(min_slots=8)  # twelve pairs
-    assert few.batch_positions(8, 64, 18_432) == sizes[64]
-
-
 @pytest.mark.usefixtures("hashes")
-def test_the_last_bucket_is_that_of_the_longest_request_an_engine_was_told_of():
+def test_positions_are_those_of_the_longest_request_an_engine_was_told_of():
     """A phase of shorter ones, after the warm-up or a longer phase, finds what is compiled."""
-    engine = hashing(min_positions=16)
+    engine = hashing(page_tokens=16)
     seen = []
     for new_tokens in (60, 38):
         run(engine, group((1, 2), 0, 4, max_new_tokens=new_tokens))
         seen.append({positions for _, _, positions in engine.stats.rounds})
-    assert seen == [{16, 32, 64}, {16, 32, 64}]  # 62 positions, and 40: 48 would do alone
-    alone = hashing(min_positions=16)
+    assert seen == [{64}, {64}]  # 62 positions, and 40: 48 would do alone
+    alone = hashing(page_tokens=16)
     run(alone, group((1, 2), 0, 4, max_new_tokens=38))
-    assert {positions for _, _, positions in alone.stats.rounds} == {16, 32, 48}
+    assert {positions for _, _, positions in alone.stats.rounds} == {48}
 
 
 @pytest.mark.usefixtures("hashes")
-def test_a_request_that_ends_at_the_edge_of_the_cache_does_not_double_it():
-    """Its neighbour goes on for longer than it; only the warmed-up buckets are used."""
+def test_a_request_that_ends_at_the_edge_of_its_last_page_gets_no_other():
+    """Its neighbour goes on for longer than it; only the warmed-up size is used."""
     engine = hashing(max_nodes=1)
-    long, short = Request(0, (1,) * 31, max_new_tokens=2), Request(1, (1, 2), max_new_tokens=8)
+    long, short = Request(0, (1,) * 30, max_new_tokens=2), Request(1, (1, 2), max_new_tokens=8)
     got = run(engine, [long, short])
     assert [t.num_tokens for t in got] == [2, 8]
     assert {positions for _, _, positions in engine.stats.rounds} == {32}
 
 
 def test_prompts_whose_chunks_end_at_every_offset_of_a_bucket(monkeypatch):
-    """As if they were given whole; some rows end on the way, a last window is inside its row."""
+    """As if they were given whole; some rows end on the way, and a last window behind its slot."""
     starts, step = set(), rounds.decode_beside_chunks
 
     def watched(*args, **options):
@@ -406,7 +379,7 @@ def test_prompts_whose_chunks_end_at_every_offset_of_a_bucket(monkeypatch):
         fresh = Engine(TINY, dataclasses.replace(PLAIN, prefill_chunk_tokens=tokens))
         found.append(run(fresh, requests))
         assert fresh.stats.prefilled_tokens == sum(n - 1 for n in range(1, 32))
-    assert starts == {0, 7, 14, 21, 25}  # of 32 positions: 28 + 7 would not fit
+    assert starts == {0, 7, 14, 21, 28}  # of 32 positions, behind which nothing is written
     for whole, got in zip(*found, strict=True):
         assert got.response_ids.tolist() == whole.response_ids.tolist()
         np.testing.assert_allclose(got.logprobs, whole.logprobs, atol=1e-5)
@@ -492,7 +465,7 @@ def test_a_second_rollout_compiles_nothing(engine):
 def test_prompts_come_in_few_fetches_while_drafts_wait_for_them(monkeypatch):
     """Most rows lack their prompt for several rounds; drafts begin right after these."""
     config = EngineConfig(
-        **{"slots": 8, "min_slots": 8, "max_nodes": 4, "prefill_rows": 1, "min_positions": 64},
+        **{"slots": 8, "min_slots": 8, "max_nodes": 4, "prefill_rows": 1, "page_tokens": 64},
         **{"prefill_chunk_tokens": 8, "rounds_per_fetch": 16},
     )
     requests = [Request(i, tuple((i + k) % 11 for k in range(20)), i) for i in range(8)]

@@ -1,10 +1,10 @@
 """What a replica puts on the devices of a mesh: nothing whole on one of them, nothing twice."""
 
+import dataclasses
 import os
 import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from shapes import PLAIN
@@ -34,7 +34,9 @@ def engine():
     config = eagle.config_for(MODEL, "eagle")
     mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=4), jax.devices()[:8])
     options = {"mesh": mesh, "feature_layers": config.feature_layers}
-    return Engine(MODEL, PLAIN, **options)
+    engine = Engine(MODEL, PLAIN, **options)
+    engine.expect(8, 32)
+    return engine
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def params(engine):
 
 
 def misplaced(engine, tree):
-    """Shapes of rows that do not lie as the table says, each shard on its device alone."""
+    """Shapes of pages that do not lie as the table says, each shard on its device alone."""
 
     def as_said(x, kind):
         wanted = fitting_sharding(engine.mesh, x.shape, kind.axes)
@@ -74,8 +76,8 @@ def made(monkeypatch):
 
 def test_caches_are_made_in_shards(engine, made):
     with engine.mesh_context():
-        cache = engine.empty_cache(8, 32)
-        arrays = jax.tree.leaves(cache)
+        cache = engine.empty_cache(8)
+        arrays = cache.keys + cache.values + cache.features
         split = {x.sharding.shard_shape(x.shape) != x.shape for x in arrays}
     assert len(cache.features) == 1
     assert split == {True}  # the table splits them on all of these meshes
@@ -90,15 +92,15 @@ def test_a_learned_drafters_cache_is_made_in_shards(engine, params, made):
     spec = RolloutSpec(params, SamplingConfig(), step_key(0, 0))
     drafter = maker.drafter_for(engine.drafter_context(spec))
     with engine.mesh_context():
-        drafter._held.empty(8, 32)
+        drafter._held.empty(8)
     assert made and not misplaced(engine, made)
 
 
-def test_rows_stay_in_shards_however_they_are_filled(engine, params):
+def test_pages_stay_in_shards_however_they_are_filled(engine, params):
     reach = Reach(8, 8)
     pool = Pool(engine, params, SamplingConfig(), reach)
     with engine.mesh_context():
-        args, options = pool.prompt_arguments(8, 32)
+        args, options = pool.prompt_arguments(8)
         cache, _, _, _, entries = decode_beside_chunks(*args, **options)
         assert not misplaced(engine, cache)
         # as the step was compiled for them
@@ -107,63 +109,59 @@ def test_rows_stay_in_shards_however_they_are_filled(engine, params):
         assert all(x.sharding.is_equivalent_to(y.sharding, x.ndim) for x, y in pairs)
         cache = cache_ops.write_chunks(cache, entries, args[-1])
         assert not misplaced(engine, cache)
-        cache = engine.copy_rows(cache, [(0, 2)], 2)
-        assert not misplaced(engine, cache)
-        [kv] = engine.read_kv(cache, [0], [2])
-        cache = engine.insert_kv(cache, [(kv, 3)])
-        assert not misplaced(engine, cache)
         cache, _ = settle(cache, engine.empty_pending(8))
         assert not misplaced(engine, cache)
-        cache = kv_cache.resize(cache, jax.device_put(np.arange(8)), 64)
-        assert not misplaced(engine, cache)
-        [(start, states_CW)] = engine.copy_states(cache, 3, 2)
+        pages = dataclasses.replace(cache, table_BN=None)
+        some_X, other_X = (engine.put(np.array([page, -1], np.int32)) for page in (0, 3))
+        pages = cache_ops.copy_pages(pages, some_X, other_X)
+        assert not misplaced(engine, pages)
+        read = cache_ops.read_pages(pages, engine.put(np.zeros(16, np.int32)))
+        assert not misplaced(engine, read)
+        kv = cache_ops.host_of_pages([jax.device_get(read)], 2)
+        new = kv_cache.map_arrays(engine.put_kv, cache_ops.pages_of_host(kv, 0, pages))
+        assert not misplaced(engine, new)
+        target_X = engine.put(np.array([5] + 15 * [-1], np.int32))
+        pages = cache_ops.insert_pages(pages, new, target_X)
+        assert not misplaced(engine, pages)
+        states_CW = cache_ops.states_of_pages(pages.features[0], engine.put(np.int32([5])))
         wanted = fitting_sharding(engine.mesh, states_CW.shape, (None, "features"))
-        assert start == 0 and states_CW.sharding.is_equivalent_to(wanted, 2)
-        np.testing.assert_array_equal(states_CW[:2], kv.entries.features[0][0])
-
-
-def test_rows_have_their_length_from_the_start_unless_they_are_large_or_told_to_grow():
-    def sizes(longest_tokens, *, min_positions=0, **options):
-        config = EngineConfig(slots=64, min_positions=min_positions, cache="rows")
-        runner = ModelRunner(MODEL, config, **options)
-        runner.expect(64, longest_tokens)
-        assert runner.round_positions(64) == runner.position_sizes(64)
-        return runner.round_positions(64)
-
-    assert sizes(1000) == [1024]
-    assert sizes(1000, min_positions=100) == [128, 512, 1000]
-    # 256 bytes a position in float32: 1.2 GiB, half of it, and with hidden states as much again
-    assert sizes(80_000) == [10_016, 40_000, 80_000]
-    assert sizes(80_000, dtype=jnp.bfloat16) == [80_000]
-    assert len(sizes(80_000, dtype=jnp.bfloat16, feature_layers=(0, 0, 0))) == 3
+        assert states_CW.sharding.is_equivalent_to(wanted, 2)
+        np.testing.assert_array_equal(states_CW[:2], kv.entries.features[0])
 
 
 def test_steps_are_lowered_without_a_cache(engine, params):
     """As many as a phase can need would not fit beside one another, nor the largest twice."""
     with engine.mesh_context(), engine.shapes_only():
-        for B, S in ((8, 32), (64, 2**20)):
-            assert {type(x) for x in jax.tree.leaves(engine.empty_cache(B, S))} == {
-                jax.ShapeDtypeStruct
-            }
+        long = ModelRunner(MODEL, engine.config, mesh=engine.mesh, feature_layers=())
+        long.expect(64, 2**20)
+        with long.shapes_only():
+            found = engine.empty_cache(8), long.empty_cache(64)
+            assert {type(x) for x in jax.tree.leaves(found)} == {jax.ShapeDtypeStruct}
         reach = Reach(8, 8)
         pool = Pool(engine, params, SamplingConfig(), reach)
-        args, options = pool.decode_arguments(8, 32)
+        args, options = pool.decode_arguments(8)
         cache_steps_lowered = decode_rounds.lower(*args, **options)
     assert cache_steps_lowered.compile()
 
 
 @pytest.mark.parametrize(
-    ("cache", "longest_tokens", "chunk_tokens"),
-    [("pages", 4000, 512), ("pages", 200, 256), ("rows", 4000, 64)],
+    ("given", "longest_tokens", "chunk_tokens"),
+    [(0, 4000, 64), (0, 20, 64), (512, 4000, 512), (512, 200, 256), (96, 4000, 96)],
 )
-def test_chunks_of_prompts_are_cut_to_the_smallest_rows_and_not_by_pages(
-    cache, longest_tokens, chunk_tokens
+def test_chunks_of_prompts_are_cut_to_the_longest_slot_and_not_by_pages(
+    given, longest_tokens, chunk_tokens
 ):
-    runner = ModelRunner(MODEL, EngineConfig(cache=cache))
+    runner = ModelRunner(MODEL, EngineConfig(prefill_chunk_tokens=given))
     runner.expect(1, longest_tokens)
     assert runner.no_chunks(4).shape == (4, 2 + chunk_tokens)
     with runner.shapes_only():
         assert runner.empty_entries(4).keys[0].shape[0] == 4 * chunk_tokens
+
+
+def test_chunks_of_prompts_are_longer_on_accelerators():
+    assert EngineConfig().chunk_tokens(4000, is_cpu=False) == 512
+    assert EngineConfig().chunk_tokens(4000, is_cpu=True) == 64
+    assert EngineConfig(page_tokens=16).chunk_tokens(20, is_cpu=True) == 32
 
 
 def test_a_cpu_runs_programs_at_once_and_a_mesh_one_after_the_other(monkeypatch):

@@ -21,12 +21,10 @@ KEY = step_key(0, 0)
 CONFIG = EngineConfig(
     slots=4,
     min_slots=4,
-    min_positions=8,
     rounds_per_fetch=2,
     max_nodes=1,
     prefill_rows=2,
     prefill_chunk_tokens=8,
-    cache="pages",
     page_tokens=4,
 )
 
@@ -66,13 +64,10 @@ def rollout(engine, requests, source=None, drafter=None):
     assert found == {r.request_id: symbolic_device.response(r)[0] for r in requests}
 
 
-@pytest.mark.parametrize(
-    ("cache", "ways", "count"),
-    [("pages", 1, 120), ("pages", 2, 100), ("pages", 4, 60), ("rows", 1, 30)],
-)
-def test_random_rollouts_have_their_one_result(cache, ways, count):
+@pytest.mark.parametrize(("ways", "count"), [(1, 150), (2, 100), (4, 60)])
+def test_random_rollouts_have_their_one_result(ways, count):
     """A soak of 20,000 is `make soak`."""
-    counts = [random_rollouts.run(seed, cache, ways) for seed in range(count)]
+    counts = [random_rollouts.run(seed, ways) for seed in range(count)]
     assert all(sum(of_kind) > 0 for of_kind in zip(*counts, strict=True))
 
 
@@ -198,14 +193,14 @@ def test_planted_faults_are_found(monkeypatch, fault):
     FAULTS[fault](patch)
     with pytest.raises(AssertionError):
         for seed in range(40):
-            random_rollouts.run(seed, "pages", 1)
+            random_rollouts.run(seed, 1)
 
 
 def test_rounds_hash_no_prompts():
     """Each prompt is hashed a few times for its requests, however many rounds there are."""
-    for cache in ("rows", "pages"):
-        group = [Prompt((g,) * 9) for g in range(3)]
-        requests = [Request(i, group[i % 3], i % 3, i, max_new_tokens=20) for i in range(12)]
-        Prompt.hashed, engine = 0, engine_of(cache=cache, rounds_per_fetch=1)
-        rollout(engine, requests)
-        assert engine.stats.fetches > 50 and Prompt.hashed < 6 * len(requests)
+    group = [Prompt((g,) * 9) for g in range(3)]
+    requests = [Request(i, group[i % 3], i % 3, i, max_new_tokens=20) for i in range(12)]
+    Prompt.hashed = 0
+    engine = engine_of(rounds_per_fetch=1)
+    rollout(engine, requests)
+    assert engine.stats.fetches > 50 and Prompt.hashed < 6 * len(requests)

@@ -124,9 +124,9 @@ def test_a_row_is_preempted_in_the_middle_of_its_prompt():
     prompts = [tuple(rng.integers(0, 20, n).tolist()) for n in (2, 3, 2, 20)]
 
     class Watched(SymbolicEngine):
-        def _preempt(self):
+        def make_room(self):
             before = self._table.missing_tokens_B * self._table.busy_B
-            super()._preempt()
+            super().make_room()
             lacked.extend(before[~self._table.busy_B].tolist())
 
     class Source(RequestSource):

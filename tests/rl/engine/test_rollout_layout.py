@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from shapes import PLAIN, one_size
 
-from reprise.models import cached_attention, layers, paged_cache, transformer
+from reprise.models import cached_attention, kv_cache, layers, transformer
 from reprise.models.config import MeshConfig, ModelConfig
 from reprise.models.sharding import make_mesh, param_shardings
 from reprise.rl.engine.config import EngineConfig
@@ -36,7 +36,7 @@ def largest(monkeypatch, names, **sizes):
     a device's part of the smallest matrix of a layer and the logits of one token.
     """
     # the programs of all backends: kernels of CPUs gather the inputs of products
-    for module in (layers, cached_attention, paged_cache):
+    for module in (layers, cached_attention, kv_cache):
         monkeypatch.setattr(module, "is_in_order", lambda *_: False)
     monkeypatch.setattr(layers, "FEW_ROWS", 0)
     mesh = make_mesh(MeshConfig(**sizes), jax.devices())
@@ -81,11 +81,13 @@ def test_on_the_trainers_mesh_a_round_would_gather_weights(monkeypatch):
 @pytest.mark.parametrize(("data", "asked", "rounded"), [(8, 5, 8), (4, 8, 8), (3, 4, 6), (1, 3, 3)])
 def test_slots_and_chunks_of_prompts_are_split_over_all_copies(data, asked, rounded):
     """Five slots on eight devices would be whole on each of them."""
-    config = EngineConfig(slots=asked, min_slots=asked, prefill_rows=asked)
+    config = EngineConfig(slots=asked, min_slots=asked, prefill_rows=asked, page_tokens=16)
     mesh = make_mesh(MeshConfig(data=data), jax.devices()[:data])
     engine = Engine(MODEL, config, mesh=mesh)
     made = engine.config
     assert (made.slots, made.min_slots, made.prefill_rows) == (rounded,) * 3
     assert all(m % data == 0 for m in made.node_sizes(made.slot_bucket(1)))
-    keys = engine.empty_cache(made.slot_bucket(1), 32).keys[0]
-    assert keys.sharding.shard_shape(keys.shape)[0] == rounded // data
+    engine.expect(made.slot_bucket(1), 32)
+    keys = engine.empty_cache(made.slot_bucket(1)).keys[0]
+    pages = max(3, 2 * rounded // data)  # two for each slot, and one to copy a page of a prompt
+    assert keys.sharding.shard_shape(keys.shape)[0] == pages

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from caught_by_hand import equal, sequence
-from tiny_drafter import make_engine
+from tiny_team import CONFIG, MODEL
 
 from reprise.rl.engine import cache_ops, state_delivery
+from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.page_memory import PageMemory
 from reprise.rl.engine.state_delivery import Ended, StateDelivery
 
 PIECE = 4
@@ -45,19 +47,25 @@ def ended(length, name=0):
 
 def test_a_row_of_the_cache_arrives_as_it_is(monkeypatch):
     monkeypatch.setattr(cache_ops, "STATE_COPY_TOKENS", 16)
-    engine = make_engine()
-    cache = engine.empty_cache(4, 40)
-    states_BSW = np.random.default_rng(0).normal(size=(4, 40, cache.features[0].shape[3]))
-    states_BSW = states_BSW.astype(np.float32)
-    cache = dataclasses.replace(cache, features=(jnp.asarray(states_BSW[:, None]),))
+    config = dataclasses.replace(CONFIG, page_tokens=8)
+    engine = Engine(MODEL, config, feature_layers=())
+    engine.expect(4, 40)
+    memory = PageMemory(engine)
+    memory.reset(4)
+    for num_tokens in (8, 24, 40):  # pages of the rows take turns
+        assert memory.reserve(1, num_tokens) and memory.reserve(2, num_tokens)
+    [features_P1TW] = memory.held.features
+    states_P1TW = np.random.default_rng(0).normal(size=features_P1TW.shape).astype(np.float32)
+    memory.cache = dataclasses.replace(memory.held, features=(jnp.asarray(states_P1TW),))
+    states_TW = states_P1TW[memory.held.table_BN[2], 0].reshape(40, -1)
     sink, lengths = Sink(), (1, 15, 16, 17, 32, 33, 39, 40)
     with StateDelivery(sink) as delivery:
         for n in lengths:
-            copies = engine.copy_states(cache, 2, n)
+            copies = memory.copy_states(2, n)
             assert [len(copy) for _, copy in copies] == [16] * -(-n // 16)
             delivery.send(Ended(np.arange(n + 1, dtype=np.int32), 1, copies, 3))
     for n, got in zip(lengths, sink.taken, strict=True):
-        np.testing.assert_array_equal(got.hidden_TW, states_BSW[2, :n])
+        np.testing.assert_array_equal(got.hidden_TW, states_TW[:n])
         assert (len(got.tokens_T), got.prompt_tokens, got.policy_version) == (n + 1, 1, 3)
 
 

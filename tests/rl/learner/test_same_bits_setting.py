@@ -72,7 +72,6 @@ def test_hoppers_find_the_same_bits(hoppers):
     "change, words",
     [
         ({"tensor_ways": 4}, "heads that Mesh.tensor=4 divides, got 2"),
-        ({"page_tokens": None}, "Engine.cache='pages', got rows"),
         ({"page_tokens": 16}, "pages of 64 or 128 positions, got 16"),
         ({"dtype": "float32"}, "expected Trainer.compute_dtype=bfloat16, got float32"),
         ({"head_dim": 80}, "head size of 64 or 128, got 80"),
@@ -121,7 +120,7 @@ def test_a_gpu_with_one_slot_is_refused(hoppers, monkeypatch):
 
     def why(slots, ways, *flags):
         flags += "Trainer.compute_dtype='bfloat16'", f"Engine.min_slots={slots}"
-        config = load(TrainConfig, ["configs/plain_tiny.gin"], [*flags, "Engine.cache='pages'"])
+        config = load(TrainConfig, ["configs/plain_tiny.gin"], flags)
         config = dataclasses.replace(config, numerics=NumericsConfig(same_bits=True))
         mesh = None if ways == 1 else rollout_mesh(jax.devices()[:ways], 2, ways, 1)
         monkeypatch.setattr(setup, "engine_mesh", lambda *_, own: mesh)

@@ -15,7 +15,7 @@ from reprise.rl.commands import preflight
 ROOT = Path(__file__).parents[3]
 TINY = "configs/plain_tiny.gin"
 FEW = (  # one size of everything
-    *("--gin.Engine.min_slots=8", "--gin.Engine.slots=8", "--gin.Engine.min_positions=512"),
+    *("--gin.Engine.min_slots=8", "--gin.Engine.slots=8"),
     *("--gin.Rollout.prompts_per_step=1", "--gin.Engine.max_nodes=2"),
 )
 

@@ -30,7 +30,7 @@ from reprise.rl.settings.config import TrainConfig
 TARGET = parse_target("v5e:1x4")
 MODEL = ModelConfig("qwen3", 64, 16, 8, 4, 2, 8, 32, qk_norm=True, max_positions=256)
 FLAGS = (
-    *("Engine.slots=8", "Engine.min_slots=4", "Engine.min_positions=64", "Engine.max_nodes=2"),
+    *("Engine.slots=8", "Engine.min_slots=4", "Engine.page_tokens=64", "Engine.max_nodes=2"),
     *("Rollout.prompts_per_step=2", "Rollout.group_size=4", "Rollout.max_prompt_tokens=16"),
     *("Sampling.max_new_tokens=48", "Trainer.micro_batch_tokens=512", "Mesh.fsdp=4"),
 )

@@ -20,9 +20,9 @@ TARGET = parse_target("v5e:1x4")
 MODEL = ModelConfig("qwen3", 64, 16, 2, 4, 2, 8, 32, qk_norm=True, max_positions=256)
 LONGEST, PAGE = 64, 16
 FLAGS = (
-    *("Engine.min_slots=4", "Engine.min_positions=64", "Engine.max_nodes=2", "Mesh.fsdp=4"),
+    *("Engine.min_slots=4", "Engine.max_nodes=2", "Mesh.fsdp=4"),
     *("Rollout.prompts_per_step=8", "Rollout.group_size=4", "Rollout.max_prompt_tokens=16"),
-    *("Sampling.max_new_tokens=48", f"Engine.page_tokens={PAGE}", 'Engine.cache="pages"'),
+    *("Sampling.max_new_tokens=48", f"Engine.page_tokens={PAGE}"),
 )
 AUTO = tuple(f"{name}='auto'" for name in SIZES)
 BYTES_A_TOKEN = 100  # beside what stays, of every program

@@ -25,7 +25,7 @@ from reprise.spec.sampling import step_key
 ONE = "Mesh.data=1"
 SIZES = (
     *("Rollout.max_prompt_tokens=8", "Sampling.max_new_tokens=12", "Engine.slots=8"),
-    *("Engine.min_slots=8", "Engine.min_positions=32", "Trainer.micro_batch_tokens=128"),
+    *("Engine.min_slots=8", "Trainer.micro_batch_tokens=128"),
 )
 LORA = ("Policy.lora_rank=4", "Policy.lora_targets=('attention','mlp','head')")
 PROMPTS = ["1+1=", "2+3="]

@@ -29,17 +29,14 @@ SIZES = (
         "Mesh.data=1",
     ),
     *("Rollout.max_prompt_tokens=44", "Sampling.max_new_tokens=16", "Engine.slots=8"),
-    *("Engine.min_slots=8", "Engine.min_positions=64", "Trainer.micro_batch_tokens=128"),
+    *("Engine.min_slots=8", "Engine.page_tokens=8", "Trainer.micro_batch_tokens=128"),
     *("Engine.prefill_rows=2", "Engine.prefill_chunk_tokens=8"),
 )
-CACHES = {"rows": "Engine.cache='rows'", "pages": "Engine.cache='pages'"}
 
 
-@pytest.fixture(scope="module", params=CACHES)
-def policy(tiny, request):
-    directory = load(TrainConfig, [tiny]).policy.directory
-    pages = ("Engine.page_tokens=8",) if request.param == "pages" else ()
-    return api.Policy(directory, *SIZES, CACHES[request.param], *pages)
+@pytest.fixture(scope="module")
+def policy(tiny):
+    return api.Policy(load(TrainConfig, [tiny]).policy.directory, *SIZES)
 
 
 @pytest.fixture(scope="module")

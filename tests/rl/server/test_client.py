@@ -22,7 +22,7 @@ from reprise.spec.sampling import step_key
 SETTINGS = (
     *("Policy.lora_rank=4", "Policy.lora_targets=('attention','mlp','head')", "Mesh.data=1"),
     *("Rollout.max_prompt_tokens=16", "Sampling.max_new_tokens=16", "Engine.slots=8"),
-    *("Engine.min_slots=8", "Engine.min_positions=32", "Trainer.micro_batch_tokens=128"),
+    *("Engine.min_slots=8", "Trainer.micro_batch_tokens=128"),
 )
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
 

@@ -33,7 +33,7 @@ from reprise.spec.reuse.rollout_cache import RolloutCache
 from reprise.spec.sampling import SamplingConfig, step_key
 
 params = transformer.init(model, jax.random.key(0))
-engine = Engine(model, EngineConfig(slots=4, min_slots=4, max_nodes=4))
+engine = Engine(model, EngineConfig(slots=4, min_slots=4, max_nodes=4, page_tokens=64))
 sampling, config = SamplingConfig(max_new_tokens=32), SpeculationConfig()
 sizes = [(4, 4, 64), (4, 8, 64), (4, 16, 64)]
 times = RoundTimes({s: 1.0 for s in sizes})

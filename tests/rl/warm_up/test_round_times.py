@@ -28,8 +28,7 @@ from reprise.spec.reuse.rollout_cache import CachedResponse
 from reprise.spec.sampling import step_key
 
 CONFIG = EngineConfig(
-    slots=2, min_slots=2, min_positions=16, rounds_per_fetch=4, max_nodes=2,
-    prefill_rows=1,
+    slots=2, min_slots=2, page_tokens=16, rounds_per_fetch=4, max_nodes=2, prefill_rows=1
 )  # fmt: skip
 SAMPLING = SamplingConfig(max_new_tokens=8)
 REACH = Reach(max_requests=2, max_prompt_tokens=8)

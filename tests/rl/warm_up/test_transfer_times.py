@@ -9,6 +9,7 @@ from replay import RecordedTeam
 from tiny_team import PARAMS, assert_same_tokens, play, starts
 
 from reprise.rl.engine.engine import Engine
+from reprise.rl.engine.page_memory import PageMemory
 from reprise.rl.warm_up import transfer_times
 from reprise.rl.warm_up.measured_run import read_moves
 from reprise.rl.warm_up.rollout_programs import Reach
@@ -27,21 +28,21 @@ def test_medians_of_the_clock(copy_s, pass_s, tmp_path, monkeypatch):
     """The clock stands still but for the two moves; a slow first one counts for nothing."""
     now, first = [0.0], itertools.count()
 
-    class Timed(Engine):
-        def insert_kv(self, cache, entering):
-            now[0] += copy_s + 100 * (next(first) == 0)
-            return super().insert_kv(cache, entering)
+    def insert(self, entering, run=PageMemory.insert):
+        now[0] += copy_s + 100 * (next(first) == 0)
+        return run(self, entering)
 
     def recomputed(pool, cache, num_tokens, run=transfer_times.recomputed):
         now[0] += pass_s
         return run(pool, cache, num_tokens)
 
     monkeypatch.setattr(transfer_times, "recomputed", recomputed)
-    config = dataclasses.replace(tiny_team.CONFIG, min_positions=16)  # two buckets
-    engine = Timed(tiny_team.MODEL, config, clock=lambda: now[0])
+    monkeypatch.setattr(PageMemory, "insert", insert)
+    config = dataclasses.replace(tiny_team.CONFIG, page_tokens=8)
+    engine = Engine(tiny_team.MODEL, config, clock=lambda: now[0])
     reach = Reach(max_requests=4, max_prompt_tokens=16)
     times = measure(engine, PARAMS, tiny_team.SAMPLING, reach, tmp_path / "moves")
-    assert times.seconds == dict.fromkeys((15, 31), (copy_s, pass_s))
+    assert times.seconds == dict.fromkeys((3, 15, 31), (copy_s, pass_s))
     assert read_moves(tmp_path / "moves") == times
     assert times.prefers_copy(20) == (copy_s < pass_s)
 

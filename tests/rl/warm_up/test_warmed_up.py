@@ -43,7 +43,7 @@ def evaluated(tiny):
 
 
 def test_one_engine_with_a_critic_reuse_and_a_task_s_own_sampling(tiny, tmp_path):
-    """Its responses grow beyond the first bucket, and resumed it gives the same bits."""
+    """Its responses have several pages, and resumed it gives the same bits."""
     [task] = load(TrainConfig, [tiny]).task.specs
     by_task = "Sampling.by_task=('t: temperature=0.7, top_k=9, max_new_tokens=20, stop=\"1\"',)"
     more = "Reuse.mode='coupled'", "Algorithm.name='ppo'", "Sampling.max_new_tokens=24"
