@@ -54,9 +54,10 @@ class SlotCache:
         return self._settled().held
 
     def _settled(self) -> PageMemory:
-        cache, pending = self.for_round()
+        """Return the memory with all pending entries written; the rows of a round had pages."""
         if self._waits:
-            self._memory.cache, self._pending = settle(cache, pending)
+            assert self._pending is not None
+            self._memory.cache, self._pending = settle(self._memory.held, self._pending)
             self._waits = False
         return self._memory
 
