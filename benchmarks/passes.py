@@ -166,15 +166,23 @@ def _train(
 class Passes:
     """A policy's passes over texts, with a cache of pages in a random order.
 
-    Pages have `page_tokens` positions (0: as many as the longest text needs). Each pass returns its
-    findings in the order of texts and positions.
+    Pages have `page_tokens` positions (0: as many as the longest text needs), laid out `for_cpu`
+    or for accelerators (None: as the device needs). Each pass returns its findings in the order of
+    texts and positions.
     """
 
     def __init__(
-        self, config: ModelConfig, params: Params, texts: Sequence[Text], page_tokens: int = 0
+        self,
+        config: ModelConfig,
+        params: Params,
+        texts: Sequence[Text],
+        page_tokens: int = 0,
+        *,
+        for_cpu: bool | None = None,
     ) -> None:
         self.config, self.params, self.texts = config, params, texts
         self.page_tokens = page_tokens
+        self.for_cpu = jax.default_backend() == "cpu" if for_cpu is None else for_cpu
         self.end_B = np.array([len(t.tokens) - 1 for t in texts], np.int32)
         self.first_B = np.cumsum(self.end_B) - self.end_B
         self.rng = np.random.default_rng(0)
@@ -309,7 +317,7 @@ class Passes:
             num_pages=ways * each,
             page_tokens=page_tokens,
             dtype=dtype,
-            for_cpu=jax.default_backend() == "cpu",
+            for_cpu=self.for_cpu,
             zeros=nan,
         )
         return dataclasses.replace(cache, table_BN=jnp.asarray(table_BN))

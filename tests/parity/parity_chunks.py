@@ -23,7 +23,7 @@ CONFIG = dataclasses.replace(
     prefill_rows=2,
     prefill_chunk_tokens=7,
 )
-SEEDS = (3, 0, 1, 9)  # of the source; rows rest at the end of a page in the first one
+SEEDS = (1, 7, 9, 10)  # of the source
 
 
 def make_requests():

@@ -39,8 +39,9 @@ from reprise.spec import sampling, verify
 pytestmark = pytest.mark.parity
 
 
-def never(*_):
-    return False
+def no_size(*_):
+    """The answer of a kernel that takes none."""
+    return "no size is taken"
 
 
 MODELS = {n: dataclasses.replace(MODEL, num_layers=n) for n in (1, 2)}  # by layers
@@ -159,7 +160,7 @@ def alone(path_BWW):
 
 @pytest.mark.parametrize("wrong", [with_the_node_before, jnp.ones_like, alone])
 def test_nodes_that_see_others_than_their_ancestors(golden, rollout, plant, wrong):
-    plant(page_attention_cpu, "takes", never)
+    plant(page_attention_cpu, "takes", no_size)
     plant_trees(plant, lambda trees: {"path_BWW": wrong(trees.path_BWW)})
     assert differences(golden("cool"), bushy(golden, rollout))
 
@@ -191,7 +192,7 @@ def plant_trees(plant, wrong):
 
 
 def test_softmaxes_joined_without_their_maxima(golden, rollout, plant):
-    plant(page_attention_cpu, "takes", never)
+    plant(page_attention_cpu, "takes", no_size)
 
     def joined(one, other):
         return (one.out + other.out) / (one.total + other.total)
@@ -342,7 +343,7 @@ def test_chunks_that_see_the_token_behind(golden, rollout, plant):
         behind_XX = jnp.tril(jnp.ones((chunks.tokens_TC.size,) * 2, bool), k=1)
         return behind_XX & (chunks.slot_X[:, None] == chunks.slot_X)
 
-    plant(page_attention_cpu, "takes", never)
+    plant(page_attention_cpu, "takes", no_size)
     plant(attention.Chunks, "mask_XX", property(seen))
     assert differences(golden("plain", 2), rollout("plain", layers=2))
 
@@ -355,7 +356,7 @@ def test_chunks_that_do_not_see_those_before_them(golden, rollout, plant):
         chunk_X = jnp.repeat(jnp.arange(len(chunks.slot_T)), C)
         return original(chunks) & (chunk_X[:, None] == chunk_X)
 
-    plant(page_attention_cpu, "takes", never)
+    plant(page_attention_cpu, "takes", no_size)
     plant(attention.Chunks, "mask_XX", property(seen))
     assert differences(golden("plain", 2), rollout("plain", layers=2))
 

@@ -136,7 +136,7 @@ def without_rounding(attend, new, *rest, **more):
     return attend(new, *rest, **more).astype(jnp.float16).astype(new[0].dtype)
 
 
-def never(*_):
+def never(*_, **__):
     return False
 
 

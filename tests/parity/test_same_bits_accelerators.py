@@ -116,7 +116,7 @@ def bench(request):
     params = jax.tree.map(lambda x: 2 * x, transformer.init(model, jax.random.key(0), jnp.bfloat16))
     with hopper_in_use() if platform == "cuda" else tpu_in_use():
         jax.clear_caches()
-        pages = Passes(model, params, texts, PAGE_TOKENS[platform])
+        pages = Passes(model, params, texts, PAGE_TOKENS[platform], for_cpu=False)
         yield pages, pages.decoded(2)
     jax.clear_caches()
 
