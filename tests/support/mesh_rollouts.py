@@ -3,6 +3,7 @@
 What the processes of tests/parity/test_parity_processes.py do, and what the test does alone.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import threading
@@ -221,21 +222,47 @@ def warmed_up(worker, processes, path):
     return {"table": own.rows(), "written": path.exists(), "programs": programs}
 
 
+class Diverged(Exception):
+    """A run has ended because its launches are not those of the other process."""
+
+
+class Held:
+    """Holds each launch until it is compared, and ends a run that has diverged.
+
+    Gloo aborts a process that receives the message of another program.
+    """
+
+    HOLD_S = 0.5  # ten beats of the watch
+
+    def __init__(self, watch, heard, is_on):
+        self.watch, self.heard, self.is_on = watch, heard, is_on
+
+    def launched(self, digest, what):
+        self.watch.launched(digest, what)
+        if self.is_on and self.heard.wait(self.HOLD_S):
+            raise Diverged
+
+
 def named(fault, processes, devices, mesh):
     """Return what the watch says of a fault in process 1: in a thread, as it may never end."""
     lines, heard = [], threading.Event()
+
+    def run_until_it_diverges(worker):
+        with contextlib.suppress(Diverged):
+            fault(worker, processes.index == 1)
 
     def differs(line):
         lines.append(line)
         heard.set()
 
-    with LockstepWatch(processes, differs, beat_s=0.1) as watch:
-        worker = Worker(devices, mesh, watch)
-        run = threading.Thread(target=fault, args=(worker, processes.index == 1), daemon=True)
+    with LockstepWatch(processes, differs, beat_s=0.05) as watch:
+        worker = Worker(devices, mesh, Held(watch, heard, fault is not a_table))
+        run = threading.Thread(target=run_until_it_diverges, args=(worker,), daemon=True)
         run.start()
         assert heard.wait(60), "the fault was not found"
     if fault is not a_table:
         run.join(60)
+        assert not run.is_alive(), "its programs would overlap those of the next fault"
         processes.barrier("before the next fault")
         for key in [] if processes.index else processes.store.entries(PREFIX):
             processes.store.delete(key)
@@ -267,6 +294,7 @@ def an_order(worker, is_here):
 
 
 def a_table(worker, is_here):
-    """Rounds are thought to cost something else: other programs, in which all would hang."""
+    """Rounds are thought to cost something else: another program, in which process 0 hangs."""
     worker.plain()
+    worker.launches.is_on = is_here
     worker.drafts(seconds(30.0 if is_here else 1.05))

@@ -36,9 +36,7 @@ def on_device(cache):
 def positions(cache, page):
     """Keys, values and features of a page, with positions first."""
     found = []
-    kv_cache.map_arrays(
-        lambda x, kind: found.append(np.moveaxis(x[page], kind.axis - 1, 0)), cache
-    )
+    kv_cache.map_arrays(lambda x, kind: found.append(np.moveaxis(x[page], kind.axis - 1, 0)), cache)
     assert len(found) == 2 * MODEL.num_layers + 1
     return found
 
@@ -90,7 +88,9 @@ def test_entries_of_the_host_are_by_position_whatever_the_pages(for_cpu, num_tok
     assert kv.num_tokens == num_tokens
     whole = zip(*(positions(source, page) for page in pages[:count]), strict=True)
     wanted = [np.concatenate(parts)[:num_tokens] for parts in whole]
-    assert_same([x.reshape(num_tokens, -1) for x in arrays(kv)], [x.reshape(num_tokens, -1) for x in wanted])
+    assert_same(
+        [x.reshape(num_tokens, -1) for x in arrays(kv)], [x.reshape(num_tokens, -1) for x in wanted]
+    )
     # to other pages, of another cache
     before = filled(count + 3, not for_cpu)
     cache, other = on_device(before), pages[::-1][:count]

@@ -171,9 +171,7 @@ def foreseen(live, most):
 
 @pytest.mark.usefixtures("hashes")
 @pytest.mark.parametrize(("rounds_per_fetch", "drafts"), [(1, False), (4, False), (1, True)])
-def test_logits_that_are_not_finite_end_their_response_alone(
-    monkeypatch, rounds_per_fetch, drafts
-):
+def test_logits_that_are_not_finite_end_their_response_alone(monkeypatch, rounds_per_fetch, drafts):
     """At every place of a response; the others, and later ones in its row, are as without it."""
     engine = hashing(rounds_per_fetch=rounds_per_fetch, max_nodes=4, page_tokens=4)
     requests = [Request(i, (1, 2 + i % 3), max_new_tokens=12) for i in range(9)]
