@@ -5,6 +5,7 @@ Objects created once per chunk are named tuples, which are faster to create than
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -148,9 +149,13 @@ Action = Start | Defer | Recall | Return | Copy | Drop
 class Scheduler(Protocol):
     """A state machine that assigns requests to workers over time."""
 
+    @abc.abstractmethod
     def handle(self, event: Event, now_s: float) -> Sequence[Action]:
         """Return the actions in response to `event`; `now_s` never decreases."""
         ...
 
     @property
-    def num_unfinished(self) -> int: ...
+    @abc.abstractmethod
+    def num_unfinished(self) -> int:
+        """Return the number of submitted requests that have not finished."""
+        ...

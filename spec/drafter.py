@@ -7,6 +7,7 @@ N = draft tokens.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable
@@ -214,6 +215,7 @@ class Drafter(Protocol):
         """Return whether `committed` serves only the drafts of this worker."""
         return not self.arrives_later
 
+    @abc.abstractmethod
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         """Draft up to `max_nodes_A` (1 or more) tokens for each request, at most `max_nodes`.
 

@@ -97,7 +97,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "commands": {
             *("assembly", "checkpoint", "data", "drafter_training", "engine", "exchange"),
             *("export", "gin", "learner", "metrics", "preflight", "python", "reports", "rewards"),
-            *("run", "server", "settings", "warm_up"),
+            *("run", "server", "settings", "warm_up", "workers"),
         },
         "": {"commands"},
     },

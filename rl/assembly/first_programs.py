@@ -23,6 +23,7 @@ from reprise.rl.runtime.parallel_compile import OnCompiled
 from reprise.rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import Inputs
+from reprise.rl.speculation.config import USER
 from reprise.rl.speculation.sources import Speculation
 from reprise.rl.warm_up import compile_buckets, kept_rounds, transfer_times
 from reprise.rl.warm_up.rollout_programs import Decisions, NodeSizes, Reach
@@ -32,7 +33,7 @@ from reprise.sched.simulator.measured_costs import MeasuredCosts
 from reprise.sched.simulator.roofline import Costs
 from reprise.spec.budget.bandit import node_counts
 from reprise.spec.budget.budget import DraftDecision, best_trees, equal_trees
-from reprise.spec.budget.config import BANDIT, LEARNED, MODEL, parse_budget
+from reprise.spec.budget.config import BANDIT, LEARNED, MODEL
 from reprise.spec.config import SamplingConfig
 from reprise.spec.sampling import step_key
 
@@ -66,7 +67,7 @@ def drafted_alone(config: TrainConfig) -> dict[str, Decisions]:
     max_tokens = config.engine.max_nodes - 1
     requested = {LEARNED: max_tokens, MODEL: min(config.draft_model.max_depth, max_tokens)}
     sources, nodes = config.speculation.sources, _node_sizes(config)
-    budget, fixed = parse_budget(config.speculation.budget)
+    budget, fixed = config.speculation.budget_kind
 
     def decisions(most: int, num_slots: int) -> list[DraftDecision]:
         sizes = config.engine.node_sizes(num_slots)
@@ -83,7 +84,9 @@ def drafted_alone(config: TrainConfig) -> dict[str, Decisions]:
     if config.drafting.workers:
         can -= {MODEL}
     return {
-        name: partial(decisions, requested[name]) for name in can if budget not in ("off", "aimd")
+        name: partial(decisions, requested[name])
+        for name in can
+        if budget not in ("off", "aimd", USER)
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
@@ -39,6 +40,7 @@ from reprise.rl.rewards.pool import RewardPool
 from reprise.rl.rewards.scores import Rewards
 from reprise.rl.runtime.parallel_compile import OnCompiled
 from reprise.rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
+from reprise.rl.runtime.user_files import files_of, is_user_name
 from reprise.rl.runtime.waits import POLL_S
 from reprise.rl.settings.config import TrainConfig, drafter_shape, recipe
 from reprise.rl.settings.inputs import Inputs
@@ -156,6 +158,8 @@ def open_workers(
     count, files = config.num_verifying, {POLICY: str(inputs.policy)}
     if (folder := config.draft_model_folder) is not None:
         files[DRAFT_MODEL] = str(folder)
+    speculation_names = (config.speculation.budget, *config.speculation.sources)
+    files |= files_of(filter(is_user_name, speculation_names))
     settings = ActorSettings(files, limit_s, 2 * limit_s, say)
     with contextlib.ExitStack() as stack:
         stack.enter_context(open_ray(cluster.address, num_cpus(config), limit_s))
@@ -266,6 +270,7 @@ def worker_settings(
         model_apart=drafting.drafts_apart,
         learned=learned,
         fetch_s=config.cluster.deadline_s,
+        folder=os.getcwd(),
     )
 
 

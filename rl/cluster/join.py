@@ -136,11 +136,11 @@ def mismatch(identities: Sequence[Mapping[str, str]], names: Sequence[str] = ())
     return None
 
 
-def identity_of(config_text: str, policy: Path, draft_model: Path | None = None) -> dict[str, str]:
-    """Return the facts, by name, that must be the same in all processes of a run."""
-    files = {POLICY: str(policy)}
-    if draft_model is not None:
-        files[DRAFT_MODEL] = str(draft_model)
+def identity_of(config_text: str, files: Mapping[str, str]) -> dict[str, str]:
+    """Return the facts, by name, that must be the same in all processes of a run.
+
+    `files` are paths by description, such as `POLICY`.
+    """
     return {"configuration": config_text} | program_identity(files)
 
 

@@ -196,7 +196,7 @@ def _weights(
         params = hf.load_pretrained(job.inputs.policy, mesh, dtype=jnp.float32)[1]
         return job.inputs.model, params, {"policy": str(job.inputs.policy), "checkpoint_step": None}
     loaded = evaluation.load_checkpoint(job.run, job.inputs, mesh, job.step)
-    now = identity.contents(job.config, job.inputs.policy)
+    now = identity.user_contents(job.config, "Reward.functions")
     for warning in (*loaded.warnings, *identity.check_rewards(loaded.contents, now)):
         show.message(f"warning: {warning}")
     return loaded.model, loaded.params, {"policy": str(job.run), "checkpoint_step": loaded.step}

@@ -31,6 +31,7 @@ from reprise.rl.runtime.progress import say
 from reprise.rl.runtime.run_files import resolve_path
 from reprise.rl.settings.checks import check_sections
 from reprise.rl.settings.config import TrainConfig
+from reprise.rl.settings.user_names import check_user_names
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"  # as in rl.train
 SHIPPED = Path("configs/real")  # shapes of published policies
@@ -64,6 +65,7 @@ def main(argv: Sequence[str]) -> int:
         model = dataclasses.replace(model, lora=config.policy.lora)
         check_sections(config, model)
         validate(config.reward)
+        check_user_names(config)
         targets.prepare(target)
         keep_order(config.numerics.same_bits)
         return _preflight(config, model, target, args)

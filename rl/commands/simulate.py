@@ -23,9 +23,11 @@ from reprise.rl.metrics.writer import Row, read_samples
 from reprise.rl.reports.style import STYLE
 from reprise.rl.runtime.exit_codes import EXIT_USAGE
 from reprise.rl.runtime.progress import aligned, say
+from reprise.rl.runtime.user_files import UserName, is_user_name
 from reprise.rl.warm_up.measured_run import read_profile
+from reprise.rl.workers.schedulers import check_scheduler, make_scheduler
 from reprise.sched.policies.divided import POLICIES
-from reprise.sched.simulator.cluster import Cluster, Record, WorkerSample, play_policy
+from reprise.sched.simulator.cluster import Cluster, Record, Simulation, WorkerSample
 from reprise.sched.simulator.roofline import ACCELERATORS, MODELS, Efficiency, Instance
 from reprise.sched.simulator.workloads import Workload, draw_lengths, make_requests
 
@@ -37,6 +39,7 @@ else:  # names in tables, known only at run time
     Device, Model = Literal[tuple(ACCELERATORS)], Literal[tuple(MODELS)]
     Policy = Literal[POLICIES]
 
+POLICIES_SETTING = "Simulate.policies"
 COLUMNS = 400  # time bins of the figure
 MAX_WORKERS = 64  # in a panel of the figure
 
@@ -77,11 +80,12 @@ class SimulatedClusterConfig:
 class SimulateConfig:
     """The policies, compared with the first policy on the same rollouts, one rollout per seed.
 
-    `trace` is the folder of a training run: its step `trace_step` provides the lengths, times
-    `trace_scale`, instead of drawn lengths.
+    A policy is `group_fifo`, `divided_fifo`, `seer`, `oracle` (which knows all lengths), or a
+    scheduler of yours, `PATH.py:NAME`. `trace` is the folder of a training run: its step
+    `trace_step` provides the lengths, times `trace_scale`, instead of drawn lengths.
     """
 
-    policies: tuple[Policy, ...] = POLICIES
+    policies: tuple[Policy | UserName, ...] = POLICIES
     chunk_tokens: int = 8192
     seeds: tuple[int, ...] = (0,)
     trace: str | None = None
@@ -177,12 +181,21 @@ def rollout_of(config: SimulateRun, seed: int) -> tuple[Workload, np.ndarray]:
 def play(config: SimulateRun) -> Iterator[tuple[Row, Record]]:
     """Yield (table row, record) of every policy on the rollout of every seed."""
     cluster = make_cluster(config)
-    options: dict[str, Any] = {"chunk_tokens": config.simulate.chunk_tokens, "keep_samples": True}
+    for name in filter(is_user_name, config.simulate.policies):
+        check_scheduler(name, setting=POLICIES_SETTING)
     for seed in config.simulate.seeds:
         requests, by_number = make_requests(*rollout_of(config, seed), known=True)
         first: Record | None = None
         for name in config.simulate.policies:
-            record = play_policy(cluster, name, seed, requests, by_number, **options)
+            scheduler = make_scheduler(
+                name,
+                seed=seed,
+                chunk_tokens=config.simulate.chunk_tokens,
+                prefer_pool=cluster.instance.prefers_copy,
+                ranks_per_instance=cluster.instance.num_ranks,
+                setting=POLICIES_SETTING,
+            )
+            record = Simulation(scheduler, cluster, by_number, keep_samples=True).run(requests)
             first = first or record
             yield _row(name, seed, record, first), record
 

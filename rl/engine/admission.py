@@ -210,9 +210,7 @@ def _holders(p: PartialRequest, table: SlotTable, free: Sequence[int]) -> list[i
     return [r for r, n in zip(free, reusable_R, strict=True) if n == best > 0]
 
 
-def _claimed(
-    waiting: Sequence[PartialRequest], table: SlotTable, free: Sequence[int]
-) -> set[int]:
+def _claimed(waiting: Sequence[PartialRequest], table: SlotTable, free: Sequence[int]) -> set[int]:
     """Return the free rows that waiting requests would reuse, at most one for each request."""
     claimed = set[int]()
     for p in waiting:

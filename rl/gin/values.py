@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from reprise.models.hints import program
+from reprise.rl.runtime.user_files import FORM, UserName, is_user_name
 
 AUTO: Literal["auto"] = "auto"  # a size that `rl.preflight.sizes` finds
 
@@ -30,6 +31,9 @@ def coerce(value: Any, hint: Any) -> Any:
     elif hint is float:
         if type(value) in (int, float) and not (type(value) is int and abs(value) > 2**1023):
             return float(value)
+    elif hint is UserName:
+        if type(value) is str and is_user_name(value):
+            return value
     elif origin is Literal:
         if any(type(value) is type(a) and value == a for a in args):
             return value
@@ -49,7 +53,7 @@ def coerce(value: Any, hint: Any) -> Any:
     else:
         raise TypeError(
             f"a configuration field cannot be of type {hint}: use bool, int, float, str, "
-            "Literal, `T | None` or `tuple[T, ...]`"
+            "Literal, UserName, `T | None` or `tuple[T, ...]`"
         )
     raise Mismatch
 
@@ -84,6 +88,8 @@ def spell(hint: Any) -> str:
         return " or ".join(map(spell, args))
     if origin is tuple:
         return f"tuple of {spell(args[0])}" if args[1:] == (...,) else str(hint)
+    if hint is UserName:
+        return FORM
     return "None" if hint is types.NoneType else hint.__name__
 
 
@@ -96,7 +102,7 @@ def example_of(hint: Any) -> Any:
         return next(example_of(a) for a in args if a is not types.NoneType)
     if origin is tuple:
         return tuple(example_of(a) for a in (args if args[1:] != (...,) else args[:1] * 2))
-    return {bool: True, int: 1, float: 0.5, str: "text"}[hint]
+    return {bool: True, int: 1, float: 0.5, str: "text", UserName: FORM}[hint]
 
 
 def literal(value: object) -> str:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
-from reprise.rl.learner.algorithms import Estimator, Normalisation
+from reprise.rl.learner.algorithms import Normalisation
+from reprise.rl.runtime.user_files import describe, open_named
 
 STD_FLOOR = 1e-4  # as in TRL; bounds the advantages of nearly equal rewards
 # Sums in another order differ by this much: near 1 in float32, relative to their size in float64.
@@ -52,7 +54,7 @@ def leave_one_out_advantages(
 def response_advantages(
     rewards: Sequence[float | None],
     group_ids: Sequence[int],
-    estimator: Estimator,
+    estimator: str,
     normalise: Normalisation,
 ) -> np.ndarray:
     """Return the advantage of each response, float32 [n]; 0 for "gae", which works by token."""
@@ -60,7 +62,39 @@ def response_advantages(
         return np.zeros(len(rewards), np.float32)
     if estimator == "leave_one_out":
         return leave_one_out_advantages(rewards, group_ids)
-    return group_advantages(rewards, group_ids, normalise=normalise)
+    if estimator == "group":
+        return group_advantages(rewards, group_ids, normalise=normalise)
+    return user_advantages(estimator, rewards, group_ids)
+
+
+class Advantages(Protocol):
+    """The advantage of each response, float [n]; a reward of None is of a response without one."""
+
+    def __call__(self, rewards: Sequence[float | None], group_ids: Sequence[int]) -> np.ndarray: ...
+
+
+NO_ADVANTAGES: dict[str, Advantages] = {}
+
+
+def user_advantages(
+    name: str, rewards: Sequence[float | None], group_ids: Sequence[int]
+) -> np.ndarray:
+    """Return the advantages of a user's `PATH.py:function`, 0 without a reward; float32 [n].
+
+    Raises ValueError, also for errors of the function.
+    """
+    setting = "Algorithm.advantages"
+    estimate = open_named(setting, name, NO_ADVANTAGES, Advantages)
+    try:
+        found = np.asarray(estimate(list(rewards), list(group_ids)), np.float32)
+    except Exception as error:
+        raise ValueError(f"{setting}: {name} raised {describe(error)}") from error
+    if found.shape != (len(rewards),) or not np.isfinite(found).all():
+        raise ValueError(
+            f"{setting}: expected {name} to return a finite number for each of {len(rewards)} "
+            f"rewards, got shape {found.shape} with {np.isfinite(found).sum()} finite numbers"
+        )
+    return np.where([reward is None for reward in rewards], 0, found).astype(np.float32)
 
 
 def informative_groups(rewards: Sequence[float | None], group_ids: Sequence[int]) -> set[int]:

@@ -12,6 +12,7 @@ import typing
 from typing import Any, Literal
 
 from reprise.rl.gin.values import choices
+from reprise.rl.runtime.user_files import UserName, check_name
 
 Name = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "ppo"]
 Estimator = Literal["group", "leave_one_out", "gae"]
@@ -26,7 +27,7 @@ NORMALISATIONS: dict[str, tuple[Normalisation, ...]] = {
     "leave_one_out": ("none",),
     "gae": ("batch", "none"),
 }
-
+OWN_NORMALISATION: tuple[Normalisation, ...] = ("none",)  # a user function returns final values
 
 MAX_RATE = 1000.0  # Adam changes each weight by about the rate
 MAX_BETA = 1 - 2.0**-20  # 1 − β and 1 − β^t are computed in float32
@@ -37,7 +38,9 @@ def require(section: Any, **rules: tuple[bool, str]) -> None:
     """Raise ValueError for a value outside of its Literal, or a (rule, text) that does not hold."""
     for field, hint in typing.get_type_hints(type(section)).items():
         value, names = getattr(section, field), choices(hint)
-        if isinstance(value, str) and names and value not in names:
+        if UserName in typing.get_args(hint) and isinstance(value, str):
+            check_name(field, value, names)
+        elif isinstance(value, str) and names and value not in names:
             raise ValueError(f"{field} must be one of {', '.join(map(str, names))}, got {value!r}")
     for field, (holds, text) in rules.items():
         if not holds:
@@ -110,15 +113,17 @@ def parse_correction(text: str) -> Correction | None:
 class Algorithm:
     """The settings of a named algorithm, from the paper `source`.
 
+    `advantages` and `policy_loss` may be functions of the user, `PATH.py:name`.
+
     `max_extra_phases` None trains on groups without differences too; a number drops such groups and
     generates others (dynamic sampling) in at most that many extra passes. `overlong_fraction` is
     the share of max_new_tokens over which length is penalised.
     """
 
     source: str
-    advantages: Estimator = "group"
+    advantages: Estimator | UserName = "group"
     advantage_normalisation: Normalisation = "std"
-    policy_loss: PolicyLoss = "clipped"
+    policy_loss: PolicyLoss | UserName = "clipped"
     aggregation: Aggregation = "token"
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -130,6 +135,11 @@ class Algorithm:
     def needs_critic(self) -> bool:
         """True if a value network gives every token its advantage, instead of the group."""
         return self.advantages == "gae"
+
+    @property
+    def compares_groups(self) -> bool:
+        """True if advantages compare the responses to a prompt with one another, and no others."""
+        return self.advantages in ("group", "leave_one_out")
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -164,8 +174,8 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 _OF_THE_TABLE = (
-    *("clip_low", "clip_high", "advantage_normalisation", "aggregation"),
-    *("max_extra_phases", "old_logprobs"),
+    *("policy_loss", "advantages", "clip_low", "clip_high", "advantage_normalisation"),
+    *("aggregation", "max_extra_phases", "old_logprobs"),
 )
 
 
@@ -173,7 +183,9 @@ _OF_THE_TABLE = (
 class AlgorithmConfig:
     """The objective. A field of None has the value of the algorithm's paper.
 
-    `name` is grpo, dr_grpo, dapo, gspo, rloo or ppo. `aggregation` of the loss: `token` averages
+    `name` is grpo, dr_grpo, dapo, gspo, rloo or ppo. `policy_loss` is clipped, sequence_clipped,
+    reinforce or `PATH.py:function`, `advantages` is group, leave_one_out, gae or `PATH.py:function`
+    (docs/add_an_algorithm.md). `aggregation` of the loss: `token` averages
     over all tokens of an optimizer step, `sequence` averages the token means of sequences,
     `sequence_sum` averages the token sums of sequences, `constant` divides the total of these sums
     by sequences · Sampling.max_new_tokens. `advantage_normalisation` divides by the std of the
@@ -198,6 +210,8 @@ class AlgorithmConfig:
     """
 
     name: Name = "grpo"
+    policy_loss: PolicyLoss | UserName | None = None
+    advantages: Estimator | UserName | None = None
     clip_low: float | None = None
     clip_high: float | None = None
     kl_coefficient: float = 0.0
@@ -226,22 +240,24 @@ class AlgorithmConfig:
     def _check_fit(self) -> None:
         """Raise ValueError for settings that have no effect or contradict each other."""
         paper = ALGORITHMS[self.name]
+        loss = self.policy_loss or paper.policy_loss
+        estimator = self.advantages or paper.advantages
         for field in ("clip_low", "clip_high"):
-            if paper.policy_loss == "reinforce" and getattr(self, field) is not None:
+            if loss == "reinforce" and getattr(self, field) is not None:
                 raise ValueError(
-                    f"{field} has no meaning for {self.name}, whose loss is not clipped, got "
-                    f"{getattr(self, field)}: leave it out, or choose another name"
+                    f"{field} has no meaning for {self.policy_loss or self.name}, whose loss is "
+                    f"not clipped, got {getattr(self, field)}: leave it out, or choose another loss"
                 )
         if self.max_extra_phases is not None and paper.max_extra_phases is None:
             raise ValueError(
                 f"max_extra_phases is of dynamic sampling, which {self.name} has not, got "
                 f'{self.max_extra_phases}: leave it out, or set name = "dapo"'
             )
-        known = NORMALISATIONS[paper.advantages]
+        known = NORMALISATIONS.get(estimator, OWN_NORMALISATION)
         if self.advantage_normalisation not in (None, *known):
             raise ValueError(
-                f"advantage_normalisation of {self.name} must be {' or '.join(known)}, got "
-                f"{self.advantage_normalisation!r}"
+                f"advantage_normalisation of {self.advantages or self.name} must be "
+                f"{' or '.join(known)}, got {self.advantage_normalisation!r}"
             )
         self._check_kl()
         if self.importance is not None and self.old_logprobs not in (None, "recomputed"):
@@ -288,7 +304,13 @@ class AlgorithmConfig:
         changes = {field: value for field, value in own.items() if value is not None}
         if self.importance is not None:
             changes["old_logprobs"] = "recomputed"
-        return dataclasses.replace(ALGORITHMS[self.name], **changes)
+        algorithm = dataclasses.replace(ALGORITHMS[self.name], **changes)
+        known = NORMALISATIONS.get(algorithm.advantages, OWN_NORMALISATION)
+        if algorithm.advantage_normalisation not in known:  # the paper has other advantages
+            algorithm = dataclasses.replace(algorithm, advantage_normalisation=known[0])
+        if algorithm.policy_loss == "reinforce":
+            algorithm = dataclasses.replace(algorithm, clip_low=1.0, clip_high=math.inf)
+        return algorithm
 
     @property
     def needs_reference(self) -> bool:

@@ -1,4 +1,4 @@
-"""The policy losses of the algorithms, PPO's value loss, and importance weights.
+"""The policy losses of the algorithms and of users, PPO's value loss, and importance weights.
 
 Arrays are [B, T]: B sequences of T response tokens. Advantages are [B, T] or [B, 1].
 """
@@ -6,11 +6,13 @@ Arrays are [B, T]: B sequences of T response tokens. Advantages are [B, T] or [B
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
 from reprise.rl.learner.algorithms import Algorithm, Correction
+from reprise.rl.runtime.user_files import open_named
 
 
 def sequence_ratio(
@@ -35,6 +37,86 @@ def clipped_value_loss(
     return 0.5 * jnp.maximum(loss_BT, clipped_loss_BT), clipped_loss_BT > loss_BT
 
 
+class PolicyLoss(Protocol):
+    """A loss of each token, and the ratio that it clips; both float [B, T], traced by jax.
+
+    `algorithm` has the clip bounds. Log-probs are 0 where `mask_BT` is False.
+    """
+
+    def __call__(
+        self,
+        algorithm: Algorithm,
+        logprobs_BT: jax.Array,
+        old_logprobs_BT: jax.Array,
+        advantages_BT: jax.Array,
+        mask_BT: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]: ...
+
+
+def clipped(
+    algorithm: Algorithm,
+    logprobs_BT: jax.Array,
+    old_logprobs_BT: jax.Array,
+    advantages_BT: jax.Array,
+    mask_BT: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Return −min(ρ·A, clip(ρ, 1 − low, 1 + high)·A), and ρ = exp(logp − old).
+
+    Sources: PPO, arXiv 1707.06347; two bounds: DAPO, 2503.14476.
+    """
+    ratio_BT = jnp.exp(logprobs_BT - old_logprobs_BT)
+    return _clipped(algorithm, ratio_BT, advantages_BT), ratio_BT
+
+
+def sequence_clipped(
+    algorithm: Algorithm,
+    logprobs_BT: jax.Array,
+    old_logprobs_BT: jax.Array,
+    advantages_BT: jax.Array,
+    mask_BT: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the loss of `clipped` with s = exp(mean over t of (logp − old)) at each token, and s.
+
+    Source: GSPO, arXiv 2507.18071, equations 5 to 7.
+    """
+    ratio_BT = sequence_ratio(logprobs_BT, old_logprobs_BT, mask_BT)
+    return _clipped(algorithm, ratio_BT, advantages_BT), ratio_BT
+
+
+def reinforce(
+    algorithm: Algorithm,
+    logprobs_BT: jax.Array,
+    old_logprobs_BT: jax.Array,
+    advantages_BT: jax.Array,
+    mask_BT: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Return −A·logp, whose sum over a sequence is −A·log p(sequence), and ρ, which has no effect.
+
+    Source: RLOO, arXiv 2402.14740.
+    """
+    return -advantages_BT * logprobs_BT, jnp.exp(logprobs_BT - old_logprobs_BT)
+
+
+def _clipped(algorithm: Algorithm, ratio_BT: jax.Array, advantages_BT: jax.Array) -> jax.Array:
+    clipped_BT = jnp.clip(ratio_BT, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    return -jnp.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
+
+
+LOSSES: dict[str, PolicyLoss] = {
+    "clipped": clipped,
+    "sequence_clipped": sequence_clipped,
+    "reinforce": reinforce,
+}
+
+
+def open_policy_loss(name: str) -> PolicyLoss:
+    """Return a loss of the table, or the function that a user's `PATH.py:function` names.
+
+    Raises ValueError or FileNotFoundError.
+    """
+    return open_named("Algorithm.policy_loss", name, LOSSES, PolicyLoss)
+
+
 def policy_loss(
     algorithm: Algorithm,
     logprobs_BT: jax.Array,
@@ -42,22 +124,24 @@ def policy_loss(
     advantages_BT: jax.Array,
     mask_BT: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the loss of each token by `Algorithm.policy_loss`, and the ratio that it clips.
+    """Return the loss of each token by `Algorithm.policy_loss`, and its ratio.
 
-    clipped            −min(ρ·A, clip(ρ, 1 − low, 1 + high)·A), ρ = exp(logp − old)
-    sequence_clipped   the same with s = exp(mean over t of (logp − old)) at each token
-    reinforce          −A·logp; its sum over a sequence is −A·log p(sequence)
-
-    Both are [B, T]. Sources: PPO, arXiv 1707.06347, two bounds: DAPO, 2503.14476; GSPO, 2507.18071,
-    equations 5 to 7; RLOO, 2402.14740.
+    Raises ValueError unless a user function returns two float arrays [B, T].
     """
-    ratio_BT = jnp.exp(logprobs_BT - old_logprobs_BT)
-    if algorithm.policy_loss == "reinforce":
-        return -advantages_BT * logprobs_BT, ratio_BT
-    if algorithm.policy_loss == "sequence_clipped":
-        ratio_BT = sequence_ratio(logprobs_BT, old_logprobs_BT, mask_BT)
-    clipped_BT = jnp.clip(ratio_BT, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
-    return -jnp.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT), ratio_BT
+    name = algorithm.policy_loss
+    function = LOSSES.get(name)
+    if function is not None:
+        return function(algorithm, logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT)
+    result = open_policy_loss(name)(algorithm, logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT)
+    arrays = result if isinstance(result, tuple) else (result,)
+    found = [f"{jnp.result_type(x)} {list(jnp.shape(x))}" for x in arrays]
+    wanted = f"float32 {list(mask_BT.shape)}"
+    if found != [wanted, wanted]:
+        raise ValueError(
+            f"Algorithm.policy_loss: expected {name} to return the loss of each token and the "
+            f"ratio, both {wanted}, got {' and '.join(found)}"
+        )
+    return result
 
 
 def importance_weights(

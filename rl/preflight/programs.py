@@ -48,7 +48,7 @@ from reprise.spec.verify import verify_round
 HELD = {
     *("params", "cache", "pending", "slots", "draft_cache", "given", "constants"),
     *("table_RX", "limits_4", "scale_B"),  # of drafts on the device
-    *("rows", "features_B1SW", "pages_P1TF"),  # arrays of a cache
+    "pages_P1TF",  # of a cache
 }
 WHOLE_TRAINING = {"accumulate", "token_logprobs", "token_values"}  # steps that run the whole model
 

@@ -65,6 +65,7 @@ from reprise.rl.settings import identity
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import Inputs, open_policy
 from reprise.rl.settings.unused import refuse_run_settings
+from reprise.rl.settings.user_names import check_user_names
 from reprise.spec.config import SamplingConfig
 from reprise.spec.drafter import Drafter
 
@@ -106,6 +107,7 @@ class Policy:
         config = load(TrainConfig, files, overrides)
         refuse_run_settings(settings)
         policy, model, tokenizer = open_policy(directory, config.task, config.policy.lora)
+        check_user_names(config, section="Speculation")
         contents = identity.policy_contents(policy)
         inputs = Inputs(policy, model, tokenizer, (), 0, contents=contents)
         self.config, self.tokenizer, self.model = config, inputs.tokenizer, inputs.model

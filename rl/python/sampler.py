@@ -32,7 +32,6 @@ from reprise.rl.speculation.reuse import remember
 from reprise.rl.speculation.sources import Speculation
 from reprise.rl.warm_up import compile_buckets, kept_rounds, round_times
 from reprise.rl.warm_up.rollout_programs import Reach
-from reprise.spec.budget.config import parse_budget
 from reprise.spec.config import SamplingConfig
 from reprise.spec.drafter import Drafter
 from reprise.spec.reuse.rollout_cache import RolloutCache
@@ -67,8 +66,8 @@ class Rollouts:
     def __init__(self, config: TrainConfig, inputs: Inputs, mesh: Mesh | None, dtype: Any) -> None:
         if config.speculation.learns or config.speculation.asks_model:
             raise ValueError(
-                "Speculation.sources: samples have drafts of history, histospec, group and own, "
-                f"got {config.speculation.sources}"
+                "Speculation.sources: samples have drafts of history, histospec, group, own and of "
+                f"your files, got {config.speculation.sources}"
             )
         self.config, self.inputs, self.mesh = config, inputs, mesh
         self.engine = Engine(
@@ -127,9 +126,7 @@ def open_speculation(config: TrainConfig, cache: RolloutCache) -> Speculation:
 def needs_times(speculation: Speculation) -> bool:
     """Return whether the budget needs round times that are not measured yet."""
     config = speculation.config
-    return (
-        config.enabled and speculation.times is None and parse_budget(config.budget)[0] != "fixed"
-    )
+    return config.enabled and speculation.times is None and config.budget_kind[0] != "fixed"
 
 
 def warm_up(

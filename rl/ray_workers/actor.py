@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import os
 import socket
 import tempfile
 from collections.abc import Sequence
@@ -76,6 +77,8 @@ class WorkerActor:
 
     def __init__(self, settings: WorkerSettings, drafts: Handle | None) -> None:
         keep_programs()
+        if os.path.isdir(settings.folder):
+            os.chdir(settings.folder)
         self._settings, self._drafts = settings, drafts
         devices, count = jax.local_devices(), settings.num_devices
         if count > len(devices):

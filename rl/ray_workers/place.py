@@ -84,6 +84,7 @@ class WorkerSettings:
     model_apart: bool
     learned: LearnedSettings | None
     fetch_s: float  # timeout for values from Ray's store
+    folder: str  # of the run's program; paths of user files are relative to it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib.util
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Literal
 
 from reprise.rl.data.answers import EXTRACTORS, Extractor
-from reprise.rl.runtime.run_files import resolve_path
+from reprise.rl.runtime.user_files import check_file, did_you_mean, is_user_name
 
 MAX_WORKERS = 4096  # processes of one host
 MAX_DEADLINE_S = 1_000_000
@@ -56,9 +53,7 @@ class RewardConfig:
         if not self.functions:
             raise ValueError(f"Reward.functions is empty; expected {_EXPECTED}")
         for function in self.functions:
-            path, colon, name = function.rpartition(":")
-            is_user = colon and path.endswith(".py") and name.isidentifier()
-            if function not in BUILT_IN and not is_user:
+            if function not in BUILT_IN and not is_user_name(function):
                 hint = did_you_mean(function, BUILT_IN)
                 raise ValueError(f"Reward.functions: expected {_EXPECTED}, got {function!r}{hint}")
         if self.weights and len(self.weights) != len(self.functions):
@@ -110,15 +105,6 @@ class RewardConfig:
         return self.weights or (1.0,) * len(self.functions)
 
 
-def split_user_function(function: str) -> tuple[Path, str]:
-    """Split `PATH.py:name` into the absolute path and the name."""
-    path, _, name = function.rpartition(":")
-    try:
-        return resolve_path(path).absolute(), name
-    except RuntimeError as error:  # no such user
-        raise ValueError(f"Reward.functions: {function}: {error}") from error
-
-
 def validate(config: RewardConfig) -> None:
     """Check that the file or package of every function exists, without running user code."""
     for function in config.functions:
@@ -128,12 +114,4 @@ def validate(config: RewardConfig) -> None:
                 "pip install 'math-verify==0.9.0' latex2sympy2_extended"
             )
         if function not in BUILT_IN:
-            path, name = split_user_function(function)
-            if not path.is_file():
-                raise FileNotFoundError(f"Reward.functions: there is no file {path} (for {name})")
-
-
-def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Return a hint for an error message, or an empty text."""
-    close = difflib.get_close_matches(name, choices, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+            check_file("Reward.functions", function)

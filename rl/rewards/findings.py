@@ -11,8 +11,9 @@ from reprise.models.hf_files import shown
 from reprise.rl.data.answers import extract_answer, with_marker
 from reprise.rl.data.tasks import Example
 from reprise.rl.rewards.answer_forms import MARKERS, OTHER, QUESTION, Core, Form
-from reprise.rl.rewards.config import BUILT_IN, RewardConfig, split_user_function
+from reprise.rl.rewards.config import BUILT_IN, RewardConfig
 from reprise.rl.rewards.scores import Score
+from reprise.rl.runtime.user_files import split_user_name
 
 _MAX_LINES = 12
 
@@ -233,7 +234,7 @@ class _Judge:
 
 def _names_answer(function: str) -> bool:
     """Return whether a user function has a parameter `answer`, without running its file."""
-    path, name = split_user_function(function)
+    path, name = split_user_name(function)
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
             return "answer" in [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]

@@ -8,22 +8,18 @@ async: `f(prompts, completions, completion_ids, **columns) -> list[float | None]
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
-import sys
-import types
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from reprise.rl.data import reasoning_gym_tasks
 from reprise.rl.data.answers import expected_answer, extract_answer
 from reprise.rl.data.specs import parse_spec
 from reprise.rl.rewards import math_answers
-from reprise.rl.rewards.config import BUILT_IN, did_you_mean, split_user_function
+from reprise.rl.rewards.config import BUILT_IN
+from reprise.rl.runtime.user_files import did_you_mean, load_user_name
 
 Columns = Mapping[str, Any]  # of the example, with its answer
-_MODULE = "reprise_reward_"  # prefix of user modules
 _MAX_SHOWN = 30  # names in a message
 
 
@@ -116,17 +112,7 @@ def load(function: str, extract: str) -> BuiltIn | UserFunction:
     """Return a reward function by name. Raises ValueError, and the errors of a user file."""
     if function in BUILT_IN:
         return BuiltIn(function, extract)
-    path, name = split_user_function(function)
-    module = _user_module(path)
-    if callable(result := getattr(module, name, None)):
-        return UserFunction(result, name)
-    if name in vars(module):
-        raise ValueError(f"{path}: expected {name} as a function, got {type(result).__name__}")
-    functions = [one for one, value in vars(module).items() if callable(value) and one[0] != "_"]
-    names = ", ".join(functions[:_MAX_SHOWN]) or "none"
-    raise ValueError(
-        f"{path} defines no function {name!r}{did_you_mean(name, functions)}; it has {names}"
-    )
+    return UserFunction(load_user_name(function), function.rpartition(":")[2])
 
 
 def exact_match(completion: str, answer: str | None, extract: str) -> float | None:
@@ -169,33 +155,3 @@ def math_verify(completion: str, answer: str | None, extract: str) -> float | No
     if answer is None or response is None:
         return None if answer is None else 0.0
     return float(math_answers.equal(expected_answer(extract, answer), response))
-
-
-@functools.cache
-def _user_module(path: Path) -> types.ModuleType:
-    """Import a user file once for all its functions; like a script, it can import neighbours."""
-    others = [module for name, module in sys.modules.items() if name.startswith(_MODULE)]
-    spec = importlib.util.spec_from_file_location(f"{_MODULE}{len(others)}_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{path} cannot be imported as Python; expected a .py file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and the like look up their module there
-    for folder in (Path.cwd(), path.parent):  # our packages, which the file may hide, come later
-        sys.path[:] = [str(folder), *(place for place in sys.path if place != str(folder))]
-    spec.loader.exec_module(module)
-    for other in others:
-        _refuse_same_names(path.parent, Path(str(other.__file__)).parent)
-    return module
-
-
-def _refuse_same_names(one: Path, other: Path) -> None:
-    """Raise ValueError if two folders have modules of one name: a process imports only one."""
-    for name, module in [*sys.modules.items()] if one != other else ():
-        in_both = all((f / f"{name}.py").is_file() or (f / name).is_dir() for f in (one, other))
-        if in_both and not {one, other}.isdisjoint(
-            Path(getattr(module, "__file__", None) or "").parents
-        ):
-            raise ValueError(
-                f"{one} and {other} both have a module {name}, and reward files share one process: "
-                "rename one of them"
-            )

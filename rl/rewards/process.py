@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from reprise import IMPORT_ROOT
-from reprise.rl.rewards.config import BUILT_IN, RewardConfig, split_user_function
+from reprise.rl.rewards.config import BUILT_IN, RewardConfig
+from reprise.rl.runtime.user_files import split_user_name
 
 MARK = "REPRISE_REWARD_WORKER"  # in the environment of a worker and of its child processes
 _MIN_ACCEPT_S = 5.0  # a loaded machine may be slow to accept a sample
@@ -77,7 +78,7 @@ class WorkerProcess:
         config = self._config
         setup = {
             "functions": [
-                name if name in BUILT_IN else "{}:{}".format(*split_user_function(name))
+                name if name in BUILT_IN else "{}:{}".format(*split_user_name(name))
                 for name in config.functions
             ],
             "extract": config.extract,

@@ -12,10 +12,11 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from reprise.rl.cluster.actors import Actor, ActorDied, ActorSettings, Starts
-from reprise.rl.rewards.config import BUILT_IN, RewardConfig, split_user_function, validate
+from reprise.rl.rewards.config import RewardConfig, validate
 from reprise.rl.rewards.pool import STARTUP_S, RewardPool, sample_limit_s
 from reprise.rl.rewards.process import RewardWorkerError
 from reprise.rl.rewards.scores import MARGIN_S, MAX_ATTEMPTS, Outcomes, Rewards
+from reprise.rl.runtime.user_files import files_of, is_user_name
 from reprise.rl.runtime.waits import ProgramLost
 
 T = TypeVar("T")
@@ -57,11 +58,7 @@ class Scorers(Rewards):
         """Start the actors. Raises the errors of `validate(config)` before any actor is started."""
         validate(config)
         start_s = settings.start_s + STARTUP_S + MARGIN_S
-        files = {
-            f"file of {f}": str(split_user_function(f)[0].absolute())
-            for f in config.functions
-            if f not in BUILT_IN
-        }
+        files = files_of(filter(is_user_name, config.functions))
         settings = dataclasses.replace(settings, files=files, start_s=start_s)
         again_s = 2 * start_s + settings.deadline_s
         super().__init__(config, sample_limit_s(config) + MAX_ATTEMPTS * again_s)

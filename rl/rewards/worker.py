@@ -29,13 +29,12 @@ import socket
 import sys
 import traceback
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
+
+from reprise.rl.runtime.user_files import describe, user_frames
 
 # value, kind of failure, message: a value of None without a kind means "not applicable"
 ScoreOutcome = tuple[float | None, str | None, str | None]
-_OUR_FOLDER = str(Path(__file__).parents[1]) + os.sep
-_MAX_SENTENCE = 1000
 LARGEST_REWARD = 1e12  # float32 holds the sum of the squares of gradients of about this size
 
 
@@ -55,7 +54,7 @@ def main() -> int:
             function.prepare(spec)
     except BaseException as error:  # also SystemExit of a user file
         _print_users_frames(error)
-        writer.send(ticket, fatal=_describe(error) + _memory_hint(error, setup))
+        writer.send(ticket, fatal=describe(error) + _memory_hint(error, setup))
         return 1
     writer.send(ticket, ready=True)
     for line in lines:
@@ -87,7 +86,7 @@ def _serve(functions: list, ticket: str, job: Mapping[str, Any], writer: Writer)
         for function in functions:
             function.prepare(job["spec"])
     except Exception as error:
-        writer.send(ticket, fatal=_describe(error))
+        writer.send(ticket, fatal=describe(error))
         return
     columns = []
     for number, function in enumerate(functions):
@@ -101,7 +100,7 @@ def _outcomes(function: Any, job: Mapping[str, Any]) -> list[ScoreOutcome]:
     try:
         return read_result(function.score(**job), size)
     except BaseException as error:  # sys.exit() in a scorer costs one job, not a worker
-        return [(None, "raised", _describe(error))] * size
+        return [(None, "raised", describe(error))] * size
 
 
 def read_result(result: Any, size: int) -> list[ScoreOutcome]:
@@ -149,30 +148,9 @@ def _shown(value: Any) -> str:
     return f"{type(value).__name__} {str(value)[:80]!r}"
 
 
-def _describe(error: BaseException) -> str:
-    """Return the type, message and innermost user line of an error, as a single line."""
-    frames = _users_frames(error)
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{type(error).__name__}: {error.msg} (at {error.filename}:{error.lineno})"[:500]
-    if not frames and isinstance(error, ValueError):
-        return str(error)[:_MAX_SENTENCE]  # one of our messages
-    where = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}"[:500] + where
-
-
-def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of an error outside of our packages and of the import system of Python."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return [
-        frame
-        for frame in frames
-        if not frame.filename.startswith((_OUR_FOLDER, "<frozen importlib"))
-    ]
-
-
 def _print_users_frames(error: BaseException) -> None:
     """Print the frames between a user file and an error in another file."""
-    frames = _users_frames(error)
+    frames = user_frames(error)
     if len({frame.filename for frame in frames}) > 1:
         traceback.print_list(frames, sys.stderr)
         sys.stderr.flush()

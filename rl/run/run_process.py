@@ -101,7 +101,7 @@ def _join_and_train(
 ) -> int:
     shared = dataclasses.replace(config, cluster=config.cluster.shared)
     try:
-        identify = partial(join.identity_of, dump(shared), inputs.policy, config.draft_model_folder)
+        identify = partial(join.identity_of, dump(shared), _compared_files(config, inputs))
         cluster = config.cluster if place is None else place.joining(config.cluster)
         processes = join.join(cluster, identify)
     except (ValueError, OSError) as error:
@@ -124,6 +124,14 @@ def _join_and_train(
         except Exception as error:
             return one.failed(error)
     return status
+
+
+def _compared_files(config: TrainConfig, inputs: Inputs) -> dict[str, str]:
+    """Return the files, by description, with the same contents in all processes of a run."""
+    files = {join.POLICY: str(inputs.policy)} | config.user_files
+    if config.draft_model_folder is not None:
+        files[join.DRAFT_MODEL] = str(config.draft_model_folder)
+    return files
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from reprise.models.tokenizer import Tokenizer
 from reprise.rl.cluster import config as cluster_config
 from reprise.rl.cluster.config import AUTO
 from reprise.rl.data.specs import parse_spec
-from reprise.rl.rewards.config import did_you_mean
+from reprise.rl.runtime.user_files import did_you_mean
 from reprise.rl.settings.config import TrainConfig, drafter_shape, recipe
 from reprise.rl.settings.eval_sets import split_names, task_names
 from reprise.spec.budget.config import MODEL, OWN
@@ -80,7 +80,7 @@ def check_stops(sampling: SamplingConfig, model: ModelConfig, tokenizer: Tokeniz
 def check_algorithm(config: TrainConfig) -> None:
     """Raise ValueError if the algorithm could not learn from the responses of a step."""
     name, size = config.algorithm.name, config.rollout.group_size
-    if size < 2 and not config.algorithm.resolved.needs_critic:
+    if size < 2 and config.algorithm.resolved.compares_groups:
         raise ValueError(
             f"Algorithm.name={name!r} compares the responses to a prompt with one another: "
             f"expected Rollout.group_size of 2 or more, got {size}; raise it, or set "

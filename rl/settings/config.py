@@ -21,6 +21,7 @@ from reprise.rl.learner.config import NumericsConfig, OptimizerConfig, TrainerCo
 from reprise.rl.metrics.writer import MetricsConfig
 from reprise.rl.rewards.config import RewardConfig
 from reprise.rl.runtime.run_files import resolve_path
+from reprise.rl.runtime.user_files import files_of, is_user_name
 from reprise.rl.runtime.waits import HANG_LIMIT_S
 from reprise.rl.settings.eval_sets import EvalConfig
 from reprise.rl.speculation.config import DraftModelConfig, ReuseConfig, SpeculationConfig
@@ -195,6 +196,26 @@ class TrainConfig:
     def _size(self, name: str) -> Any:
         section, field = name.lower().split(".")
         return getattr(getattr(self, section), field)
+
+    @property
+    def user_names(self) -> dict[str, tuple[str, ...]]:
+        """The names `PATH.py:name` of objects in files of the user, by setting."""
+        algorithm = self.algorithm
+        named = {
+            "Reward.functions": self.reward.functions,
+            "Speculation.sources": self.speculation.sources,
+            "Speculation.budget": (self.speculation.budget,),
+            "Sched.policy": (self.sched.policy,),
+            "Algorithm.policy_loss": (algorithm.policy_loss or "",),
+            "Algorithm.advantages": (algorithm.advantages or "",),
+        }
+        found = {setting: tuple(filter(is_user_name, names)) for setting, names in named.items()}
+        return {setting: names for setting, names in found.items() if names}
+
+    @property
+    def user_files(self) -> dict[str, str]:
+        """The path of each file of the user, by a description."""
+        return files_of(name for names in self.user_names.values() for name in names)
 
     @property
     def draft_model_folder(self) -> Path | None:

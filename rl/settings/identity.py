@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from reprise.models import digests
-from reprise.rl.rewards.config import BUILT_IN, split_user_function
 from reprise.rl.runtime.run_files import PACKAGES, PROJECT_ROOT, resolve_path
+from reprise.rl.runtime.user_files import split_user_name
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.run_folder import Change
 
 POLICY = "Policy.directory"
-MAX_IMPORTED = 100  # files that one reward file imports, directly or not
+MAX_IMPORTED = 100  # files that one user file imports, directly or not
 MAX_SOURCE_BYTES = 2**22
 Contents = Mapping[str, str]
 
@@ -29,15 +29,8 @@ def contents(config: TrainConfig, policy: Path) -> dict[str, str]:
     ValueError.
     """
     result = policy_contents(policy)
-    files_by_name: dict[str, Path] = {}
-    for k, function in enumerate(config.reward.functions):
-        if function not in BUILT_IN:
-            path, _ = split_user_function(function)
-            for file in _with_imported(path):
-                name = file.relative_to(path.parent).as_posix()
-                if files_by_name.setdefault(name, file) != file:
-                    name = f"{k}/{name}"  # another folder has a file of this name
-                result[f"Reward.functions/{name}"] = digests.digest_file(file)
+    for setting in config.user_names:
+        result |= user_contents(config, setting)
     drafts = {"Drafter.directory": config.drafter.directory} if config.speculation.learns else {}
     if config.speculation.asks_model:
         models = config.draft_model.each
@@ -46,6 +39,19 @@ def contents(config: TrainConfig, policy: Path) -> dict[str, str]:
         if directory:
             draft_files = digests.digest_policy(resolve_path(directory))
             result |= {f"{setting}/{name}": digest for name, digest in draft_files.items()}
+    return result
+
+
+def user_contents(config: TrainConfig, setting: str) -> dict[str, str]:
+    """Return the part of `contents` for the user files of a setting. Raises OSError, ValueError."""
+    result, files_by_name = dict[str, str](), dict[str, Path]()
+    for k, user_name in enumerate(config.user_names.get(setting, ())):
+        path, _ = split_user_name(user_name)
+        for file in _with_imported(path):
+            name = file.relative_to(path.parent).as_posix()
+            if files_by_name.setdefault(name, file) != file:
+                name = f"{k}/{name}"  # another folder has a file of this name
+            result[f"{setting}/{name}"] = digests.digest_file(file)
     return result
 
 
@@ -133,7 +139,7 @@ def base_digest(files: Contents) -> str:
     )
 
 
-# --- reward files -----------------------------------------------------------------------
+# --- user files -----------------------------------------------------------------------
 
 
 def _with_imported(path: Path) -> list[Path]:

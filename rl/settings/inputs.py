@@ -124,6 +124,10 @@ def open_inputs(config: TrainConfig) -> Inputs:
         for one in config.draft_model.each:
             check_draft_model(one, model, tokenizer, config.longest_tokens)
     validate(config.reward)
+    if config.user_names.keys() - {"Reward.functions"}:
+        from reprise.rl.settings.user_names import check_user_names
+
+        check_user_names(config)
     task = open_tasks(config.task, config.run.seed)
     inputs = Inputs(policy, model, tokenizer, task, 0, data_digest(config.task))
     streams = len(task) > config.task.stream_above_examples

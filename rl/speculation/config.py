@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import typing
 from typing import Literal
 
-from reprise.spec.budget.config import LEARNED, MODEL, parse_budget
+from reprise.rl.runtime.user_files import UserName, check_name, is_user_name
+from reprise.spec.budget.config import BUDGETS, LEARNED, MODEL, parse_budget
 from reprise.spec.config import ChainConfig, Proposal
 from reprise.spec.reuse.prefix_rule import parse_mode, parse_schedule
 
 SourceName = Literal["last", "history", "histospec", "group", "own", "learned", "model"]
 SOURCES: tuple[SourceName, ...] = typing.get_args(SourceName)
+USER = "user"  # the kind of a budget that a user's file defines
 MAX_SAMPLES = 512  # of a group with repeated noise: ids are example · 1024 + sample
 
 
@@ -25,11 +28,12 @@ class SpeculationConfig:
     sample index), `history` (responses to the prompt in the last epoch; or `histospec`, which uses
     RhymeRL's rule), `group` (live siblings, exchanged every `group_update_tokens` tokens), `own`
     (the text of the request), `learned` (a drafter that is trained online, see Drafter), `model`
-    (a draft model, see DraftModel). `budget` is `off`, `fixed:K`, `aimd`, `bandit` (see Tuner) or
-    `goodput`. After `losing_steps` steps in a row with drafts that lost more than 1% of the rollout
-    time, a budget turns itself off for the rest of the run, or in the first epoch until the second
-    epoch has history; with `fixed:K` or drafting workers the loss is only reported (0: never).
-    `coupled` reuse with such losses is turned off likewise; losses of `lenient` are reported.
+    (a draft model, see DraftModel), `PATH.py:NAME` (a drafter of yours). `budget` is `off`,
+    `fixed:K`, `aimd`, `bandit` (see Tuner), `goodput` or `PATH.py:NAME` (docs/add_a_drafter.md).
+    After `losing_steps` steps in a row with drafts that lost more than 1% of the rollout time, a
+    budget turns itself off for the rest of the run, or in the first epoch until the second epoch
+    has history; with `fixed:K` or drafting workers the loss is only reported (0: never). `coupled`
+    reuse with such losses is turned off likewise; losses of `lenient` are reported.
 
     `window_tokens` are the first window of `aimd`, its growth after a round that accepted the whole
     window, and the largest window; `match_tokens` are the longest and the shortest match of
@@ -37,19 +41,20 @@ class SpeculationConfig:
     """
 
     budget: str = "goodput"
-    sources: tuple[SourceName, ...] = ("last", "history", "group", "own")
+    sources: tuple[SourceName | UserName, ...] = ("last", "history", "group", "own")
     group_update_tokens: int = 4
     losing_steps: int = 3
     window_tokens: tuple[int, ...] = (2, 2, 32)
     match_tokens: tuple[int, ...] = (7, 3)
 
     def __post_init__(self) -> None:
-        parse_budget(self.budget)
-        unknown = [s for s in self.sources if s not in SOURCES]
-        if unknown or len(set(self.sources)) != len(self.sources):
-            raise ValueError(
-                f"sources must be different ones of {', '.join(SOURCES)}, got {self.sources}"
-            )
+        if self.budget.partition(":")[0] != "fixed":
+            check_name("budget", self.budget, BUDGETS)
+        _ = self.budget_kind  # raises for a size that is no number
+        for source in self.sources:
+            check_name("sources", source, SOURCES)
+        if len(set(self.sources)) != len(self.sources):
+            raise ValueError(f"sources must be different ones, got {self.sources}")
         if not self.sources and self.budget != "off":
             raise ValueError('no sources to draft from: name some, or set budget = "off"')
         if {"history", "histospec"} <= set(self.sources):
@@ -74,6 +79,11 @@ class SpeculationConfig:
     @property
     def enabled(self) -> bool:
         return self.budget != "off"
+
+    @functools.cached_property
+    def budget_kind(self) -> tuple[str, int]:
+        """The name and size of the budget: ("fixed", 4) for `fixed:4`, `USER` for a user file."""
+        return (USER, 0) if is_user_name(self.budget) else parse_budget(self.budget)
 
     @property
     def learns(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ import numpy as np
 from reprise.rl.engine.rollout_spec import DrafterContext, DrafterFactory, no_drafts
 from reprise.rl.records.trajectory import Prompt
 from reprise.rl.runtime.waits import Deadline, Hang, result_of
-from reprise.rl.speculation.config import SpeculationConfig
+from reprise.rl.speculation.config import SOURCES, USER, SpeculationConfig
 from reprise.rl.speculation.device_drafters import (
     NO_DRAFTERS,
     DeviceDrafters,
@@ -33,7 +34,7 @@ from reprise.rl.speculation.history_workers import HistoryWorkers, Shard
 from reprise.sched.request import copy_of
 from reprise.spec.budget.bandit import BanditBudget, BegMab, make_bandit
 from reprise.spec.budget.budget import Budget
-from reprise.spec.budget.config import BANDIT, LEARNED, MODEL, OWN, TunerConfig, parse_budget
+from reprise.spec.budget.config import BANDIT, LEARNED, MODEL, OWN, TunerConfig
 from reprise.spec.budget.goodput import make_budget
 from reprise.spec.budget.union import DrafterUnion
 from reprise.spec.decoupled.copies import CopiesDrafter, Progress
@@ -125,6 +126,8 @@ class Speculation:
         self.config, self.drafters = config, drafters
         self.times: RoundTimes | None = None  # set once it is measured
         self.seconds = RunSeconds(config.losing_steps)  # of all steps so far
+        self._user_drafters = _user_drafters(config)
+        self._user_budget = _user_budget(config)
         self._cache, self._deadline = cache, deadline or Deadline()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="history")
         self._building: Future[_Built] | None = None
@@ -198,7 +201,9 @@ class Speculation:
                 return GroupDrafter(update_tokens=self.config.group_update_tokens, server=server)
             if source == OWN:
                 return NgramDrafter()
-            return self.drafters[source].drafter_for(context)
+            if source in self.drafters:
+                return self.drafters[source].drafter_for(context)
+            return self._user_drafters[source](context)
 
         parts: dict[str, Drafter] = {}
         for source in self.config.sources:
@@ -215,6 +220,9 @@ class Speculation:
             budget: Budget | None = BanditBudget(
                 *(bandit, times, union, deepest), is_copy=lambda r: copy_of(r)[1] > 0
             )
+        elif self._user_budget is not None:
+            assert times is not None, "a budget of a user gets the measured seconds of a round"
+            budget = self._user_budget(times)
         else:
             budget = make_budget(self.config.budget, times, self.config.window_tokens)
         if not self.methods_of_copies:
@@ -237,7 +245,7 @@ class Speculation:
 
     @property
     def _can_be_off(self) -> bool:
-        return parse_budget(self.config.budget)[0] != "fixed" and not self.apart
+        return self.config.budget_kind[0] != "fixed" and not self.apart
 
     def bandit(self, worker: int) -> BegMab:
         """Return the tuner of a worker."""
@@ -357,6 +365,25 @@ class Speculation:
         return _Built(index, frozenset(prompts), time.perf_counter() - start_s)
 
 
+def _user_drafters(config: SpeculationConfig) -> dict[str, Callable[[DrafterContext], Drafter]]:
+    """Return makers of the drafters of a user, by source. Raises ValueError or OSError."""
+    names = [source for source in config.sources if source not in SOURCES]
+    if not (config.enabled and names):
+        return {}
+    from reprise.rl.speculation.user_drafts import drafter_maker
+
+    return {name: drafter_maker(name) for name in names}
+
+
+def _user_budget(config: SpeculationConfig) -> Callable[[RoundTimes], Budget] | None:
+    """Return a maker of budgets of a user, or None. Raises ValueError or OSError."""
+    if config.budget_kind[0] != USER:
+        return None
+    from reprise.rl.speculation.user_drafts import budget_maker
+
+    return budget_maker(config.budget)
+
+
 def _tag(arm: str) -> str:
-    """Return the name of an arm as part of a metric name."""
-    return arm.replace(" ", "_")
+    """Return the name of an arm as part of a metric name, without the paths of user files."""
+    return re.sub(r"[^+ ]*\.py:", "", arm).replace(" ", "_")

@@ -41,8 +41,11 @@ def check_failures(
 
 
 def compared_groups(config: TrainConfig, trajectories: Sequence[Trajectory]) -> list[int]:
-    """Return the group that each response is compared in; with a critic there is only one group."""
-    is_one = config.algorithm.resolved.needs_critic
+    """Return the group that each response is compared in.
+
+    There is only one group with a critic, or with a user's advantages.
+    """
+    is_one = not config.algorithm.resolved.compares_groups
     return [0 if is_one else t.group_id for t in trajectories]
 
 

@@ -19,12 +19,13 @@ from typing import Any
 
 import jax
 
-from reprise.models import sums_in_order_on_accelerators, transformer
+from reprise.models import digests, sums_in_order_on_accelerators, transformer
 from reprise.rl.cluster.processes import ALONE, Processes
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec
 from reprise.rl.engine.stats import host_seconds
 from reprise.rl.records.trajectory import Request
+from reprise.rl.runtime.user_files import is_user_name, split_user_name
 from reprise.rl.speculation.config import SpeculationConfig
 from reprise.rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
 from reprise.rl.warm_up import kept_rounds
@@ -227,6 +228,12 @@ def _fetch_seconds(engine: Engine, spec: RolloutSpec, num_slots: int, num_positi
     return max(min(seconds), MIN_SECONDS)
 
 
+def _user_digests(drafts: SpeculationConfig) -> dict[str, str]:
+    """Return a digest of the file of each drafter and budget of a user, by name."""
+    names = filter(is_user_name, (drafts.budget, *drafts.sources))
+    return {name: digests.digest_file(split_user_name(name)[0]) for name in names}
+
+
 def _valid_for(
     engine: Engine,
     sampling: SamplingConfig,
@@ -253,6 +260,7 @@ def _valid_for(
         "chunks": [engine.config.prefill_rows, engine.chunk_tokens, reach.reuse],
         "drawing": engine.drawing_tokens,
         "drafts": [drafts.budget, *drafts.sources] if drafts else [],
+        "user_files": _user_digests(drafts) if drafts else {},
         "drafters": {name: d.made_for for name, d in reach.drafters.items()},
         "buckets": [list(bucket) for bucket in buckets],
     }

@@ -6,6 +6,8 @@ import dataclasses
 import typing
 from typing import Literal
 
+from reprise.rl.runtime.user_files import UserName, check_name
+
 Mode = Literal["sync", "pipeline", "ahead"]
 Policy = Literal["group_fifo", "divided_fifo", "seer", "histopipe"]  # not oracle: it looks ahead
 OnError = Literal["stop", "restart"]
@@ -27,16 +29,18 @@ class SchedConfig:
     (None: enough for all slots). Between chunks, the host keeps at most `pool_bytes` of keys and
     values.
 
-    With `histopipe`, workers serve `ranking_groups` groups of prompts, ranked by the lengths of the
-    last epoch, and start the next step without waiting. With more workers than groups, `allocation`
-    assigns workers to groups by `measured` round times, or in `even` shares. The last `last_share`
-    (α) of the requests in a group may be moved once they are β times as long as the longest median
-    of the prompts in the group; β is the quantile `growth_quantile` of the growth of responses
-    since the previous epoch, and at least `least_growth`.
+    `policy` is `group_fifo`, `divided_fifo`, `seer`, `histopipe` (with mode = "pipeline") or
+    `PATH.py:NAME` (docs/add_a_scheduler.md). With `histopipe`, workers serve `ranking_groups`
+    groups of prompts, ranked by the lengths of the last epoch, and start the next step without
+    waiting. With more workers than groups, `allocation` assigns workers to groups by `measured`
+    round times, or in `even` shares. The last `last_share` (α) of the requests in a group may be
+    moved once they are β times as long as the longest median of the prompts in the group; β is the
+    quantile `growth_quantile` of the growth of responses since the previous epoch, and at least
+    `least_growth`.
     """
 
     mode: Mode = "sync"
-    policy: Policy = "seer"
+    policy: Policy | UserName = "seer"
     workers: int = 1
     devices_per_worker: int = 1
     chunk_tokens: int = 512
@@ -50,7 +54,8 @@ class SchedConfig:
     on_error: OnError = "stop"  # or restart: requests of a failed or hung worker move to others
 
     def __post_init__(self) -> None:
-        hints = {"mode": Mode, "policy": Policy, "allocation": Allocation, "on_error": OnError}
+        check_name("policy", self.policy, typing.get_args(Policy))
+        hints = {"mode": Mode, "allocation": Allocation, "on_error": OnError}
         for field, hint in hints.items():
             known, value = typing.get_args(hint), getattr(self, field)
             if value not in known:

@@ -25,8 +25,9 @@ from reprise.rl.runtime.waits import HANG_LIMIT_S, POLL_S
 from reprise.rl.workers.config import SchedConfig
 from reprise.rl.workers.messages import Result, WorkerLimits
 from reprise.rl.workers.pool import IdleWork, Place, ThreadPlace
+from reprise.rl.workers.schedulers import make_scheduler
 from reprise.rl.workers.session import Session
-from reprise.sched.policies.divided import PreferPool, make_scheduler
+from reprise.sched.policies.divided import PreferPool
 from reprise.sched.policies.fastest_of_n import FastestOfN, Worth
 from reprise.sched.protocol import Scheduler
 from reprise.sched.simulator.roofline import Costs

@@ -7,6 +7,7 @@ round (a root for each slot and the draft tokens), S = cache positions.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
@@ -46,6 +47,7 @@ class Budget(Protocol):
         """Return the names of the drafters to skip in this round."""
         return frozenset()
 
+    @abc.abstractmethod
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
         """Return the maximum number of draft tokens of each live request; int [A]."""
         ...
@@ -56,6 +58,7 @@ class Budget(Protocol):
         """Decide for rounds that draft on the device, or return None to let `choose` decide."""
         return None
 
+    @abc.abstractmethod
     def choose(
         self, live: LiveSlots, drafts: Drafts, sizes: Sizes, num_slots: int, num_positions: int
     ) -> DraftDecision:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-POLICIES = "off, fixed:K, aimd, goodput, bandit"
+BUDGETS = ("off", "fixed:K", "aimd", "goodput", "bandit")
 BANDIT = "bandit"
 LEARNED, MODEL, OWN = "learned", "model", "own"  # drafter names; OWN drafts n-grams
 
@@ -60,4 +60,4 @@ def parse_budget(text: str) -> tuple[str, int]:
     name, _, size = text.partition(":")
     if name == "fixed" and size.isdecimal() and int(size) >= 1:
         return name, int(size)
-    raise ValueError(f"budget must be one of {POLICIES}, got {text!r}")
+    raise ValueError(f"budget must be one of {', '.join(BUDGETS)}, got {text!r}")

@@ -1,6 +1,7 @@
 """Rollout workers whose actors are threads of this process, under a `MultiEngine`."""
 
 import itertools
+import os
 
 from replay import RecordedTeam
 from thread_actors import SETTINGS, ThreadRoom
@@ -36,7 +37,7 @@ class Store(dict):
 
 def settings_of(number, speculation, **options):
     given = {"draft_model": None, "model_here": True, "model_apart": False, "learned": None}
-    given |= {"fetch_s": 30.0} | options
+    given |= {"fetch_s": 30.0, "folder": os.getcwd()} | options
     own = number, MODEL, CONFIG, "float32", 1, speculation, TUNER, 0
     return WorkerSettings(*own, **given)
 

@@ -16,7 +16,7 @@ from reprise.spec.reuse.rollout_cache import CachedResponse, Scores
 from reprise.spec.sampling import step_key
 
 MODEL = dataclasses.replace(TINY, num_kv_heads=2)  # to be shared by two devices
-CONFIG = dataclasses.replace(PLAIN, rounds_per_fetch=2)
+CONFIG = dataclasses.replace(PLAIN, page_tokens=8, rounds_per_fetch=2)
 SAMPLING = SamplingConfig(max_new_tokens=16)
 STOP = (3,)
 KEY = step_key(0, 0)

@@ -65,10 +65,10 @@ def test_identity_sees_weights_and_code(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(bytes(3 * 2**20))
-    before = join.identity_of("a = 1\n", tmp_path)
-    assert before == join.identity_of("a = 1\n", tmp_path)
+    before = join.identity_of("a = 1\n", {join.POLICY: str(tmp_path)})
+    assert before == join.identity_of("a = 1\n", {join.POLICY: str(tmp_path)})
     weights.write_bytes(bytes(3 * 2**20 - 1) + b"1")  # the end of a large file
-    after = join.identity_of("a = 1\n", tmp_path)
+    after = join.identity_of("a = 1\n", {join.POLICY: str(tmp_path)})
     assert [name for name in before if before[name] != after[name]] == [
         "contents of Policy.directory"
     ]

@@ -58,7 +58,10 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
     [
         ("SimulatedCluster.device='H1000'", "expected one of 'H100'"),
         ("SimulatedCluster.model='GPT'", "expected one of 'Qwen"),
-        ("Simulate.policies=('seer', 'sear')", "'oracle', got tuple.*Did you mean seer"),
+        (
+            "Simulate.policies=('seer', 'sear')",
+            "'oracle' or PATH.py:name, got tuple.*Did you mean seer",
+        ),
         ("SimulatedCluster.kv_tokens=100", "a worker holds 100 positions.*mend: more"),
         ("SimulatedCluster.workers=0", "at least one worker"),
         ("Simulate.trace='nowhere'", "expected samples of step 1 in nowhere, got none; mend"),

@@ -108,7 +108,8 @@ def test_rounds_that_memories_of_a_tpu_do_not_hold():
     slots = "Engine.slots=4096"
     assert why(slots, "Rollout.max_prompt_tokens=3000") is None
     assert "131,072 pages together" in why(slots, "Rollout.max_prompt_tokens=5000")
-    tokens = "Trainer.compute_dtype='bfloat16'", "Engine.prefill_chunk_tokens=8192"
+    tokens = "Engine.prefill_chunk_tokens=8192", "Rollout.max_prompt_tokens=8192"
+    tokens = ("Trainer.compute_dtype='bfloat16'", *tokens)
     assert why(*tokens) is None, "32,768 tokens of two heads"
     too_many = "at most 32,768 tokens of drafts, or of prompts, .* 2 key/value heads, got 65,536"
     assert re.search(too_many, why(*tokens, "Engine.prefill_rows=8"))

@@ -19,7 +19,6 @@ SETTINGS = (
     "Rollout.max_prompt_tokens=64",
     "Sampling.max_new_tokens=192",
     "Engine.slots=16",
-    "Engine.min_positions=256",
     "Rollout.prompts_per_step=4",
     "Rollout.group_size=4",
     "Speculation.sources=('history',)",
@@ -27,6 +26,18 @@ SETTINGS = (
 )
 WEIGHTS = 4 * num_params(MODEL)
 KEYS = "keys and values"
+SLOTS, SLOT_PAGES = 16, 2  # of 256 tokens
+TABLE = 4 * SLOTS * SLOT_PAGES  # bytes, on every device
+
+
+def cache_bytes():
+    """Of the cache of these settings, with its table."""
+    cache = jax.eval_shape(
+        lambda: kv_cache.init(
+            MODEL, SLOTS, SLOT_PAGES, SLOTS * SLOT_PAGES, 128, jnp.float32, for_cpu=True
+        )
+    )
+    return sum(4 * x.size for x in jax.tree.leaves(cache))
 
 
 def setting(*overrides):
@@ -51,8 +62,7 @@ def test_arrays_are_counted_exactly():
     halved = parts("Optimizer.first_moment='bfloat16'")
     assert halved["optimizer's state"] == 1.5 * WEIGHTS + steps
     assert found["rollout weights"] == 0, "the master weights serve"
-    cache = jax.eval_shape(lambda: kv_cache.init(MODEL, 16, 256, jnp.float32))
-    assert found[KEYS] == sum(4 * x.size for x in jax.tree.leaves(cache))
+    assert found[KEYS] == cache_bytes()
     critic = parts("Algorithm.name='ppo'")["critic and its optimizer's state"]
     value_head = 4 * MODEL.d_model  # in place of the language head
     values = WEIGHTS - 4 * MODEL.vocab_size * MODEL.d_model + value_head
@@ -64,19 +74,20 @@ def test_a_device_holds_its_shards():
     split = parts("Mesh.fsdp=4", devices=four)
     matrices = MODEL.vocab_size * MODEL.d_model * 4
     assert split["master weights"] < whole["master weights"] / 4 + matrices / 4
-    assert split[KEYS] == whole[KEYS] / 4
+    pages = whole[KEYS] - TABLE
+    assert split[KEYS] == pages / 4 + TABLE
     assert split["rollout weights"] < whole["master weights"] / 2 + matrices / 2, "two heads"
     assert (
         parts("Mesh.fsdp=4", "Mesh.rollout_tensor=1", devices=four)["rollout weights"]
         == (whole["master weights"])
     )
     heads = parts("Mesh.tensor=2", "Mesh.data=2", devices=four)
-    assert heads[KEYS] == whole[KEYS] / 4
+    assert heads[KEYS] == pages / 4 + TABLE
     assert heads["rollout weights"] == 0, "the master weights serve: they are split alike"
-    # three slots do not divide: each of four copies has one
+    # three slots do not divide: each of four copies has one, and a page to copy an end of a prompt
     few = "Engine.slots=3", "Engine.min_slots=3", "Mesh.rollout_tensor=1"
     three = parts("Mesh.fsdp=4", *few, devices=four)
-    assert three[KEYS] == whole[KEYS] / 16
+    assert three[KEYS] == pages * (SLOT_PAGES + 1) / (SLOTS * SLOT_PAGES) + TABLE / 4
 
 
 def test_fewer_devices_than_the_mesh_has_count_as_many():
@@ -109,7 +120,8 @@ def test_a_cache_grows_with_its_positions_and_what_it_keeps():
     assert parts("Sampling.max_new_tokens=193")[KEYS] > 1.2 * plain[KEYS]
     learned = parts("Speculation.sources=('learned',)")
     assert learned[KEYS] > plain[KEYS], "hidden states are kept"
-    assert learned["drafters' keys and values"] == plain[KEYS] // MODEL.num_layers
+    pages = plain[KEYS] - TABLE
+    assert learned["drafters' keys and values"] == pages // MODEL.num_layers + TABLE
     assert learned["drafters' weights"] > 0
     accelerator = Devices(1, None, is_cpu=False)
     paged = parts("Engine.pages=8", devices=accelerator)
@@ -129,12 +141,10 @@ def test_an_evaluation_beside_the_workers_counts_beyond_gradients():
     beside = "Sched.mode='pipeline'", "Sched.workers=2", "Eval.num_prompts=1000"
     many = estimated(*beside, devices=Devices(3)).parts[TRAINING]  # one of them trains
     name = "evaluations, beyond gradients"
-    cache = jax.eval_shape(lambda: kv_cache.init(MODEL, 16, 256, jnp.float32))
-    cache_bytes = sum(4 * x.size for x in jax.tree.leaves(cache))
-    assert 0 < many[name] + many["gradients"] - cache_bytes < 0.3 * cache_bytes
+    assert 0 < many[name] + many["gradients"] - cache_bytes() < 0.3 * cache_bytes()
     for fewer in ((*beside[:2], "Eval.num_prompts=0"), (), ("Eval.num_prompts=1000",)):
         assert name not in estimated(*fewer, devices=Devices(4)).parts[TRAINING]
-    few = setting("Engine.pages=4000", "Engine.cache='pages'", "Engine.slots=4096")
+    few = setting("Engine.pages=4000", "Engine.slots=4096")
     assert evaluation_engine(few, 8, 1).pages == 8 * 2 < evaluation_engine(few, 5000, 1).pages
     assert evaluation_engine(setting(), 8, 1) == setting().engine
 

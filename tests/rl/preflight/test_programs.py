@@ -13,9 +13,9 @@ from reprise.rl.settings.config import TrainConfig
 
 MODEL = ModelConfig("qwen3", 64, 16, 2, 4, 2, 8, 32, qk_norm=True, max_positions=256)
 FLAGS = (
-    *("Engine.slots=8", "Engine.min_slots=8", "Engine.min_positions=32", "Engine.max_nodes=2"),
+    *("Engine.slots=8", "Engine.min_slots=8", "Engine.page_tokens=32", "Engine.max_nodes=2"),
     *("Rollout.prompts_per_step=2", "Rollout.group_size=4", "Rollout.max_prompt_tokens=16"),
-    *("Sampling.max_new_tokens=48", "Trainer.micro_batch_tokens=128", "Engine.cache='rows'"),
+    *("Sampling.max_new_tokens=48", "Trainer.micro_batch_tokens=128"),
 )
 
 
@@ -39,8 +39,8 @@ def test_what_stays_is_counted_by_hand():
         "reference policy": weights // 2,
     }
     assert held[ROLLOUTS]["rollout weights"] == weights // 2  # bfloat16
-    # 8 slots over 4 devices; keys and values of 2 layers, 2 heads of 8, 64 positions
-    assert held[ROLLOUTS]["keys and values"] == 2 * 2 * (2 * 2 * 8 * 64) * 2
+    # 8 slots over 4 devices; keys and values of 2 layers, 2 heads of 8, 64 positions; the table
+    assert held[ROLLOUTS]["keys and values"] == 2 * 2 * (2 * 2 * 8 * 64) * 2 + 4 * 8 * 2
 
 
 def test_a_cpu_computes_in_float32_and_the_master_weights_serve():
@@ -70,8 +70,7 @@ def test_programs_are_those_of_training_and_rollouts():
 
 
 def test_held_names_are_parameters_of_programs():
-    runs = run_of(*DRAFTERS), run_of(PAGES, *DRAFTERS)
-    steps = {one.step for run in runs for one in run.of_rollouts()}
+    steps = {one.step for one in run_of(*DRAFTERS).of_rollouts()}
     assert HELD <= {name for step in steps for name in inspect.signature(step).parameters}
 
 
@@ -103,7 +102,6 @@ def test_a_mesh_that_does_not_cover_the_target_is_told(flags, said):
         run_of(*flags)
 
 
-PAGES = "Engine.cache='pages'"
 DRAFTERS = "Speculation.budget='goodput'", "Speculation.sources=('learned',)"
 
 
@@ -116,9 +114,9 @@ def test_drafters_on_the_device_have_programs_too():
     "flags",
     [
         ("Mesh.fsdp=4",),
-        ("Mesh.tensor=2", "Mesh.data=2", "Algorithm.name='ppo'", PAGES),
-        ("Mesh.fsdp=4", PAGES, "Engine.page_tokens=16"),
-        ("Engine.pages=40", PAGES, *DRAFTERS),
+        ("Mesh.tensor=2", "Mesh.data=2", "Algorithm.name='ppo'"),
+        ("Mesh.fsdp=4", "Engine.page_tokens=16"),
+        ("Engine.pages=40", *DRAFTERS),
         DRAFTERS,
         ("Sched.mode='pipeline'", "Sched.workers=1", "Sched.devices_per_worker=2"),
     ],

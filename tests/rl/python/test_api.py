@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import sys
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from reprise.rl.gin.loader import ConfigError, load
 from reprise.rl.python import api
 from reprise.rl.python.generate import generate
 from reprise.rl.records.trajectory import NonFiniteLogits, Request
+from reprise.rl.runtime.user_files import load_user_name
 from reprise.rl.settings.config import TrainConfig
 from reprise.spec.config import SamplingConfig
 from reprise.spec.sampling import step_key
@@ -99,6 +101,26 @@ def test_drafts_change_no_token(tiny, policy, budget):
             policy.sample(PROMPTS, 4, seed=0)
         )
     assert drafting._rollouts.engine.stats.timeline
+
+
+def test_a_drafter_in_a_file_changes_no_token(tiny, policy, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "drafts_in_api.py"
+    path.write_text(
+        "from reprise.spec.retrieval.suffix_drafter import NgramDrafter\n"
+        "proposed = []\n"
+        "class Mine(NgramDrafter):\n"
+        "    def propose(self, live, max_nodes_A, max_nodes):\n"
+        "        proposed.append(len(live))\n"
+        "        return super().propose(live, max_nodes_A, max_nodes)\n"
+    )
+    drafts = "Speculation.budget='fixed:3'", "Engine.max_nodes=4"
+    drafting = open_policy(tiny, ONE, *drafts, f"Speculation.sources=('{path}:Mine',)")
+    wanted = tokens(policy.sample(PROMPTS, 4, seed=0))
+    assert tokens(drafting.sample(PROMPTS, 4, seed=0)) == wanted
+    assert load_user_name(f"{path}:Mine").propose.__globals__["proposed"]
+    with pytest.raises(ValueError, match="Speculation.sources: .*no function or class 'Yours'"):
+        open_policy(tiny, ONE, *drafts, f"Speculation.sources=('{path}:Yours',)")
 
 
 def test_sources_that_samples_do_not_have_are_refused(tiny):

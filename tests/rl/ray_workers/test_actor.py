@@ -1,6 +1,7 @@
 """Workers in actors, whose programs are threads here: the same tokens, whatever is lost or late."""
 
 import itertools
+import sys
 import threading
 from contextlib import ExitStack
 
@@ -31,6 +32,7 @@ from reprise.rl.speculation.config import SpeculationConfig
 from reprise.rl.speculation.sources import Speculation
 from reprise.rl.workers.messages import WorkerError
 from reprise.sched.protocol import WorkerLost
+from reprise.spec.drafter import Source
 from reprise.spec.reuse.rollout_cache import RolloutCache, of_group
 
 
@@ -72,6 +74,34 @@ def test_drafts_of_all_sources_change_no_token(store, alone):
         drafts = speculation.drafter_factory(keys, PROMPTS, group_size=4)
         assert_same_tokens(play(team, drafts=drafts), alone)
     assert team.stats.accepted_tokens > 20
+
+
+@pytest.mark.parity
+def test_a_drafter_of_a_user_drafts_on_the_workers(store, alone, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "drafts_on_ray.py").write_text(
+        "from reprise.spec.drafter import Drafter, no_drafts\n"
+        "class Mine(Drafter):\n"
+        "    def propose(self, live, max_nodes_A, max_nodes):\n"
+        "        drafts = no_drafts(len(live), max_nodes)\n"
+        "        drafts.tokens_AN[:, 0], drafts.count_A[:] = 3, 1\n"
+        "        return drafts\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = SpeculationConfig(budget="fixed:3", sources=("drafts_on_ray.py:Mine", "group"))
+    with Speculation(config, RolloutCache()) as speculation:
+        speculation.for_others = True
+        team, _ = make_team(store, 2, speculation=speculation)
+        drafts = speculation.drafter_factory(["a"] * len(PROMPTS), PROMPTS, group_size=4)
+        assert_same_tokens(play(team, drafts=drafts), alone)
+    assert team.stats.drafted_by_source[Source.OTHER] > 0
+
+
+@pytest.mark.fault
+def test_a_worker_without_the_file_of_a_user_does_not_start(tmp_path):
+    config = SpeculationConfig(budget="fixed:3", sources=(f"{tmp_path}/gone.py:Mine",))
+    with pytest.raises(FileNotFoundError, match="Speculation.sources: there is no file .*gone.py"):
+        WorkerActor(settings_of(0, config), None)
 
 
 def rooms_that_lose(nth, how):

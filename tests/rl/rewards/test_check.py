@@ -79,7 +79,7 @@ def checked(inputs):
             "the parameter 'completion', .*; did you mean 'completions'",
         ),
         ("def score(completions, key=1, *rest, only): return [1.0]", "the parameter 'only',"),
-        ("score = 3", "mine.py: expected score as a function, got int"),
+        ("score = 3", "mine.py: expected score as a function or class, got int"),
         ("def score(completions, **columns): return 'good'", "score/not_a_list: expected a list"),
         ("def score(completions, **columns): return ['good']", "score/not_a_number"),
         ("def score(completions, **columns):\n    while True: pass", "score/deadline: no result"),

@@ -157,7 +157,7 @@ def test_user_files_are_checked_without_running_them(tmp_path):
 
 
 def test_functions_that_a_file_lacks_are_refused_when_it_is_loaded():
-    with pytest.raises(ValueError, match="no function 'fauly'; did you mean 'faulty'"):
+    with pytest.raises(ValueError, match="no function or class 'fauly'; did you mean 'faulty'"):
         load(f"{PLUGINS / 'faults.py'}:fauly", "hash")
 
 

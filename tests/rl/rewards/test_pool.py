@@ -292,8 +292,8 @@ def test_an_import_error_in_the_users_file_is_told_at_the_start():
             "\nimport absent",
             r"cannot work: ModuleNotFoundError: .*absent' \(at .*mine.py:2\)$",
         ),
-        ("def g(**c): pass", "mine.py defines no function 'f'.*; it has g$"),
-        ("f = 3", "mine.py: expected f as a function, got int$"),
+        ("def g(**c): pass", "mine.py defines no function or class 'f'.*; it has g$"),
+        ("f = 3", "mine.py: expected f as a function or class, got int$"),
     ],
 )
 def test_a_file_that_cannot_be_loaded_is_told_in_one_sentence(tmp_path, capfd, text, message):

@@ -143,8 +143,8 @@ def test_off_drafts_nothing_and_keeps_nothing():
     ("settings", "words"),
     [
         ({"budget": "fixed"}, r"budget must be one of .*, got 'fixed'"),
-        ({"sources": ("history", "history")}, r"sources must be different ones of"),
-        ({"sources": ("web",)}, r"sources must be different ones of"),
+        ({"sources": ("history", "history")}, r"sources must be different ones, got"),
+        ({"sources": ("web",)}, r"expected sources of last, .* or PATH.py:name, got 'web'"),
         ({"sources": ()}, r"no sources to draft from"),
         ({"sources": ("history", "histospec")}, r"sources must have history or histospec"),
         ({"group_update_tokens": 0}, r"at least 1 and losing_steps at least 0, got 0 and 3"),
