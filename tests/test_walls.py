@@ -117,15 +117,15 @@ IMPURE_BUILTINS = {"open", "print", "input"}
 SEEDED_NUMPY = {"Generator", "default_rng", "SeedSequence", "PCG64", "Philox", "BitGenerator"}
 
 # The engine runs where only these, and what they bring along, are installed.
-ENGINE_NEEDS = {"jax", "jaxlib", "numpy", "numba", "optax", "orbax", "safetensors"}
+ENGINE_NEEDS = {"jax", "jaxlib", "numpy", "numba", "optax", "orbax", "safetensors", "flax"}
 ENGINE = ("models.config", "models.transformer", "models.kv_cache", "models.sharding")
 ENGINE += ("rl.engine", "rl.python.generate", "rl.records.trajectory", "spec", "benchmarks")
 # Programs around other people's samplers, each run by the Python that has that one.
 NOT_ENGINE = "benchmarks.baselines."
 NOT_FOR_ENGINE = {
     *("transformers", "tokenizers", "huggingface_hub", "jinja2", "gin", "reasoning_gym", "sympy"),
-    *("math_verify", "latex2sympy2_extended", "tensorboardX", "rich", "matplotlib", "pyarrow"),
-    *("pandas", "torch", "flax", "tunix", "pytest", "hypothesis"),
+    *("math_verify", "latex2sympy2_extended", "tensorboardX", "matplotlib", "pyarrow"),
+    *("pandas", "torch", "tunix", "pytest", "hypothesis"),
 }
 
 
