@@ -151,7 +151,7 @@ def test_the_two_worlds_of_jax():
     assert pins("3.11")["jax"].startswith("0.10.") and pins("3.13")["jax"].startswith("0.12.")
     for python in PYTHONS:
         assert pins(python)["jax"] == pins(python)["jaxlib"]
-        assert "torch" not in pins(python) and "flax" not in pins(python)
+        assert "torch" not in pins(python)
 
 
 def test_what_the_requirements_bring_along_is_pinned_too():

@@ -1,12 +1,11 @@
 """Attention of packed nodes and chunks against the whole sequence that each token ends."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from drafts_by_hand import Draft, stack
+from flax import struct
 
 from reprise.models.attention import Chunks, attend_chunks, attend_nodes, finite_values
 from reprise.models.kv_cache import Pages
@@ -17,8 +16,7 @@ T = 4  # positions of a page
 ATTEND = jax.jit(attend_nodes)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class PortablePages(Pages):
     """Pages without a kernel."""
 

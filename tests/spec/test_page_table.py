@@ -58,7 +58,7 @@ def test_pages_are_counted_and_what_a_slot_has_stays(ways, operations):
             copies = pages.share(a, b, tokens)
             if copies is not None:
                 model[b] = pages.pages_BN[b, : pages.held_B[b]].tolist()
-                full = tokens // T if pages.part_of(a) == pages.part_of(b) else 0
+                full = tokens // T if pages.part_B[a] == pages.part_B[b] else 0
                 assert model[b][:full] == model[a][:full]
                 assert [source for source, _ in copies] == model[a][full : len(model[b])]
                 assert [target for _, target in copies] == model[b][full:]
@@ -75,4 +75,4 @@ def test_pages_are_counted_and_what_a_slot_has_stays(ways, operations):
         free = [p for part in range(ways) for p in pages._free[part]]
         assert sorted(free) == np.nonzero(users == 0)[0].tolist()
         for s in range(6):
-            assert all(p * ways // num_pages == pages.part_of(s) for p in held[s])
+            assert all(p * ways // num_pages == pages.part_B[s] for p in held[s])
