@@ -45,8 +45,9 @@ def causal_mask(num_tokens: int) -> jax.Array:
 
 def packed_mask(packing: Packing) -> jax.Array:
     """Return mask[b, t, s]: s ≤ t in the same prompt, shared or in the same response; [B, T, T]."""
-    places = packing.prompt_BT, packing.branch_BT
-    return causal_mask(packing.prompt_BT.shape[1]) & may_see(*places, *places)
+    return causal_mask(packing.prompt_BT.shape[1]) & may_see(
+        packing.prompt_BT, packing.branch_BT, packing.prompt_BT, packing.branch_BT
+    )
 
 
 def may_see(
@@ -110,7 +111,8 @@ class Chunks:
         """The token before each token in its row, −1 for the first token of a row."""
         C = self.tokens_TC.shape[1]
         x_X = jnp.arange(self.tokens_TC.size, dtype=jnp.int32)
-        start_T1, start_X = self.start_T[:, None], self.start_T[x_X // C]
+        start_T1 = self.start_T[:, None]
+        start_X = self.start_T[x_X // C]
         before_TX = (self.slot_T[:, None] == self.slot_X) & (start_X < start_T1)
         before_TX &= self.positions_TC.reshape(-1) == start_T1 - 1
         before_T = jnp.where(jnp.any(before_TX, axis=1), jnp.argmax(before_TX, axis=1), -1)
@@ -123,7 +125,8 @@ class Chunks:
         A token sees earlier-starting chunks of its row up to the start of its chunk.
         """
         chunk_X = jnp.repeat(jnp.arange(len(self.slot_T)), self.tokens_TC.shape[1])
-        position_X, start_X = self.positions_TC.reshape(-1), self.start_T[chunk_X]
+        position_X = self.positions_TC.reshape(-1)
+        start_X = self.start_T[chunk_X]
         same_XX = self.slot_X[:, None] == self.slot_X
         own_XX = chunk_X[:, None] == chunk_X
         before_XX = (start_X < start_X[:, None]) & (position_X < start_X[:, None])
@@ -222,15 +225,17 @@ def attend_nodes(
 
     Without `trees`, node m is the only node of row m. Rows are padded to W nodes.
     """
-    new = q_MHh, k_MKh, v_MKh
     if trees is None:
         row_M = jnp.arange(len(q_MHh), dtype=jnp.int32)
         after = After(row_M, length_B, jnp.full_like(row_M, -1), len(row_M))
-        return cached.of_new(*new, after, lambda: _of_roots(*new, cached, length_B))
+        return cached.of_new(
+            q_MHh, k_MKh, v_MKh, after, lambda: _of_roots(q_MHh, k_MKh, v_MKh, cached, length_B)
+        )
     length_M = jnp.take(length_B, trees.row_M, mode="clip")
-    size = len(q_MHh), trees.path_BWW.shape[1]
-    after = After(trees.row_M, length_M, trees.parent_M, *size)
-    return cached.of_new(*new, after, lambda: _of_trees(*new, cached, length_B, trees))
+    after = After(trees.row_M, length_M, trees.parent_M, len(q_MHh), trees.path_BWW.shape[1])
+    return cached.of_new(
+        q_MHh, k_MKh, v_MKh, after, lambda: _of_trees(q_MHh, k_MKh, v_MKh, cached, length_B, trees)
+    )
 
 
 def _of_roots(
@@ -255,7 +260,8 @@ def _of_trees(
         jnp.take(x, node_BW, axis=0, mode="clip") for x in (q_MHh, k_MKh, v_MKh)
     )
     of_prefix = cached.of_prefix(q_BWHh, length_B)
-    k_BKhW, v_BKWh = k_BWKh.transpose(0, 2, 3, 1), v_BWKh.transpose(0, 2, 1, 3)
+    k_BKhW = k_BWKh.transpose(0, 2, 3, 1)
+    v_BKWh = v_BWKh.transpose(0, 2, 1, 3)
     own = partial_attention(q_BWHh, k_BKhW, v_BKWh, trees.path_BWW)
     out_XHh = joined(of_prefix, own).astype(v_MKh.dtype).reshape(-1, *q_MHh.shape[1:])
     return jnp.take(out_XHh, trees.row_M * W + trees.place_M, axis=0, mode="clip")
@@ -269,13 +275,16 @@ def attend_chunks(
     chunks: Chunks,
 ) -> jax.Array:
     """Attend from chunks to the cached positions of their row, and to its earlier tokens."""
-    new = q_TCHh, k_TCKh, v_TCKh
-    q_XHh, k_XKh, v_XKh = (x.reshape(-1, *x.shape[2:]) for x in new)
+    q_XHh, k_XKh, v_XKh = (x.reshape(-1, *x.shape[2:]) for x in (q_TCHh, k_TCKh, v_TCKh))
     length_X = jnp.repeat(chunks.prefix_T, q_TCHh.shape[1])
     T, C = chunks.tokens_TC.shape
     width = C if chunks.are_apart else T * C
     after = After(chunks.slot_X, length_X, chunks.parent_X, T, width, num_runs=T)
-    out_XHh = cached.of_new(q_XHh, k_XKh, v_XKh, after, lambda: _of_chunks(*new, cached, chunks))
+
+    def portable() -> jax.Array:
+        return _of_chunks(q_TCHh, k_TCKh, v_TCKh, cached, chunks)
+
+    out_XHh = cached.of_new(q_XHh, k_XKh, v_XKh, after, portable)
     return out_XHh.reshape(q_TCHh.shape)
 
 
@@ -288,11 +297,13 @@ def _of_chunks(
 ) -> jax.Array:
     of_prefix = cached.of_chunks(q_TCHh, jnp.maximum(chunks.slot_T, 0), chunks.prefix_T)
     if chunks.are_apart:
-        k_TKhC, v_TKCh = k_TCKh.transpose(0, 2, 3, 1), v_TCKh.transpose(0, 2, 1, 3)
+        k_TKhC = k_TCKh.transpose(0, 2, 3, 1)
+        v_TKCh = v_TCKh.transpose(0, 2, 1, 3)
         own = partial_attention(q_TCHh, k_TKhC, v_TKCh, causal_mask(q_TCHh.shape[1]))
         return joined(of_prefix, own).astype(v_TCKh.dtype).reshape(-1, *q_TCHh.shape[2:])
     q_1XHh, k_1XKh, v_1XKh = (x.reshape(1, -1, *x.shape[2:]) for x in (q_TCHh, k_TCKh, v_TCKh))
-    k_1KhX, v_1KXh = k_1XKh.transpose(0, 2, 3, 1), v_1XKh.transpose(0, 2, 1, 3)
+    k_1KhX = k_1XKh.transpose(0, 2, 3, 1)
+    v_1KXh = v_1XKh.transpose(0, 2, 1, 3)
     own = partial_attention(q_1XHh, k_1KhX, v_1KXh, chunks.mask_XX[None])
     own = jax.tree.map(lambda x: x.reshape(*q_TCHh.shape[:3], -1), own)
     return joined(of_prefix, own).astype(v_TCKh.dtype).reshape(-1, *q_TCHh.shape[2:])
@@ -301,7 +312,8 @@ def _of_chunks(
 def merged(one: PartialSoftmax, other: PartialSoftmax) -> PartialSoftmax:
     """Return the partial softmax over the keys of both."""
     top = jnp.maximum(one.top, other.top)
-    of_one, of_other = _power(one.top - top), _power(other.top - top)
+    of_one = _power(one.top - top)
+    of_other = _power(other.top - top)
     total = one.total * of_one + other.total * of_other
     return PartialSoftmax(one.out * of_one + other.out * of_other, top, total)
 
@@ -409,7 +421,8 @@ def partial_attention(
     apart_BKXS = _apart(jax.lax.stop_gradient(scores_BKXS))
     second_top_BKX1 = jnp.max(apart_BKXS, axis=-1, keepdims=True)
     if is_exact:
-        weights_BKXS, top_BKX1 = jnp.exp(scores_BKXS - highest_BKX1), second_top_BKX1 * LOG2_E
+        weights_BKXS = jnp.exp(scores_BKXS - highest_BKX1)
+        top_BKX1 = second_top_BKX1 * LOG2_E
     else:
         weights_BKXS = weights(scores_BKXS, jnp.round(highest_BKX1), v_BKSh.dtype)
         top_BKX1 = jnp.round(second_top_BKX1)

@@ -113,10 +113,15 @@ def _is_too_large(
     """Return whether the memories of a TPU core are too small for the kernel of trees."""
     from reprise.models.kernels import page_attention_tpu  # Pallas: a second to import
 
-    (B, N), (X, K, h) = table_BN.shape, k_XKh.shape
+    B, N = table_BN.shape
+    X, K, h = k_XKh.shape
     table = B // (split.ways if has_own_slots else 1), N
-    tokens = (X if after.num_paths else 0), K // split.head_ways, h, k_XKh.dtype
-    return page_attention_tpu.why_too_large(table, *tokens) is not None
+    return (
+        page_attention_tpu.why_too_large(
+            table, X if after.num_paths else 0, K // split.head_ways, h, k_XKh.dtype
+        )
+        is not None
+    )
 
 
 def _by_kernel(platform: str, *given: jax.Array, after: After) -> jax.Array:
@@ -150,13 +155,16 @@ def _of_own_slots(
     table_BN: jax.Array,
 ) -> jax.Array:
     """Attend in each part for the tokens of its slots; chains are split as the slots are."""
-    of_slots, is_split = split.spec(batch=0), not after.num_paths
-    tokens, pages = split.spec(batch=0 if is_split else None, heads=1), split.spec(batch=0, heads=1)
+    of_slots = split.spec(batch=0)
+    is_split = not after.num_paths
+    tokens = split.spec(batch=0 if is_split else None, heads=1)
+    pages = split.spec(batch=0, heads=1)
     places = of_slots if is_split else PartitionSpec()
 
     def local(*given: jax.Array) -> jax.Array:
         *arrays, row_X, length_X, parent_X, table_BN = given
-        part, num_here = jax.lax.axis_index(split.batch), len(table_BN)
+        part = jax.lax.axis_index(split.batch)
+        num_here = len(table_BN)
         row_X = row_X - part * num_here
         if is_split:
             parent_X = jnp.where(parent_X < 0, -1, parent_X - part * len(row_X))
@@ -177,7 +185,8 @@ def _of_any_slots(
     after: After,
     table_BN: jax.Array,
 ) -> jax.Array:
-    heads, whole = split.spec(heads=1), PartitionSpec()
+    heads = split.spec(heads=1)
+    whole = PartitionSpec()
     rows = split.spec(batch=0, heads=1)
 
     def local(*given: jax.Array) -> jax.Array:

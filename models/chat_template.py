@@ -93,7 +93,8 @@ def _render(library: Any, line: bytes) -> dict[str, str]:
     day = datetime.datetime.fromisoformat(request["day"])
     library.datetime = types.SimpleNamespace(now=lambda: day)  # for strftime_now
     try:
-        chat, names = [request["messages"]], request["names"]
+        chat = [request["messages"]]
+        names = request["names"]
         rendered = library.render_jinja_template(
             conversations=chat, chat_template=request["template"], **names
         )

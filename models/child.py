@@ -39,8 +39,10 @@ class Child:
     """A process that runs `module`, which calls `serve`; starts on first use. Thread-safe."""
 
     def __init__(self, module: str, memory_bytes: int, deadline_s: int) -> None:
-        self.memory_bytes, self.deadline_s = memory_bytes, deadline_s
-        self._module, self._lock = module, threading.Lock()
+        self.memory_bytes = memory_bytes
+        self.deadline_s = deadline_s
+        self._module = module
+        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         atexit.register(self.close)
 
@@ -84,7 +86,8 @@ class Child:
 
     def close(self) -> None:
         """Kill the process if it is running."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             process.kill()
             with suppress(OSError), process:  # the pipe may hold half a request

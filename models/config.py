@@ -201,9 +201,14 @@ class ParamSpec:
 
 def param_specs(config: ModelConfig) -> Params:
     """Return the tree of `ParamSpec` that initialisation, shardings and file names derive from."""
-    D, F, V, h = config.d_model, config.d_ff, config.vocab_size, config.head_dim
-    Q, P = config.num_heads * h, config.num_kv_heads * h
-    into, out = D**-0.5, (2 * config.num_layers) ** -0.5
+    D = config.d_model
+    F = config.d_ff
+    V = config.vocab_size
+    h = config.head_dim
+    Q = config.num_heads * h
+    P = config.num_kv_heads * h
+    into = D**-0.5
+    out = (2 * config.num_layers) ** -0.5
 
     def matrix(outputs: int, inputs: int, axes: tuple[str, str], scale: float) -> ParamSpec:
         return ParamSpec((outputs, inputs), axes, scale)
@@ -255,7 +260,8 @@ def lora_specs(config: ModelConfig) -> Params:
     def one(field: str, spec: ParamSpec | None) -> LowRank | None:
         if spec is None or not lora.adapts(field):
             return None
-        (outputs, inputs), (out_axis, in_axis) = spec.shape, spec.axes
+        outputs, inputs = spec.shape
+        out_axis, in_axis = spec.axes
         return LowRank(
             ParamSpec((lora.places * lora.rank, inputs), (None, in_axis), (3 * inputs) ** -0.5),
             ParamSpec((outputs, lora.places * lora.rank), (out_axis, None), 0.0),

@@ -41,7 +41,8 @@ class Folder:
         self._hold(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
     def _hold(self, path: Path, handle: int) -> None:
-        self.path, self._handle = path, handle
+        self.path = path
+        self._handle = handle
         self._finalizer = weakref.finalize(self, os.close, handle)
 
     def close(self) -> None:

@@ -58,7 +58,8 @@ _CONTROL = 3  # a token type
 def config_of(header: Header) -> ModelConfig:
     """Return the config of the policy in a file; ValueError for anything unknown or missing."""
     classes = {f.architecture: f.model_class for f in hf.FAMILIES.values()}
-    name, metadata = header.architecture, header.metadata
+    name = header.architecture
+    metadata = header.metadata
     if name not in list(classes):
         header.fail(
             f"unknown architecture: expected general.architecture as one of {sorted(classes)}, got "
@@ -92,7 +93,8 @@ def config_of(header: Header) -> ModelConfig:
 
 def _refuse_options(header: Header) -> None:
     """Raise ValueError for options that change the mathematics, and for unknown options."""
-    metadata, prefix = header.metadata, f"{header.architecture}."
+    metadata = header.metadata
+    prefix = f"{header.architecture}."
     if (num_files := metadata.get("split.count", 0)) not in (0, 1):
         header.fail(
             f"expected a model in one file, got one of {shown(num_files)} files",

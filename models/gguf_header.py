@@ -21,11 +21,15 @@ from reprise.models.hf_files import Stored, escaped, finite, shown
 from reprise.models.hints import install_hint, program
 
 MAX_HEADER_BYTES = 64 * 2**20  # a vocabulary of 250,000 tokens with merges takes 10 MiB
-MAX_PAIRS, MAX_TENSORS = 2**16, 2**17  # a model of 100 layers has 50 and 1,500
+MAX_PAIRS = 2**16
+MAX_TENSORS = 2**17  # a model of 100 layers has 50 and 1,500
 MAX_ELEMENTS = 2**22  # of all arrays together
 _MAX_AXES = 4
 _TYPES = "<u1 <i1 <u2 <i2 <u4 <i4 <f4 ? text array <u8 <i8 <f8".split()
-_FLOAT, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
+_FLOAT = 6
+_BOOL = 7
+_STRING = 8
+_ARRAY = 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,12 +119,14 @@ class _HeaderReader:
     """Reads a header value by value; `where` names the value in errors."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
-        self.path, self.file = path, file
+        self.path = path
+        self.file = file
         self.size = os.fstat(file.fileno()).st_size
         self.position = self.num_elements = 0
 
     def header(self) -> Header:
-        magic, version = self.take(4, "the word GGUF"), self.number(4, "the version")
+        magic = self.take(4, "the word GGUF")
+        version = self.number(4, "the version")
         if magic != b"GGUF" or version not in (2, 3):
             self.fail(
                 "expected the word GGUF and version 2 or 3 in little-endian order, got "
@@ -143,7 +149,9 @@ class _HeaderReader:
 
     def placed(self, tensors: list[StoredGguf], alignment: int) -> dict[str, StoredGguf]:
         """Return tensors by name, with offsets from the start of the file; refuse overlaps."""
-        start, end, before = -(-self.position // alignment) * alignment, 0, "the header"
+        start = -(-self.position // alignment) * alignment
+        end = 0
+        before = "the header"
         placed: dict[str, StoredGguf] = {}
         for tensor in sorted(tensors, key=lambda t: t.offset):
             if tensor.name in placed:
@@ -167,7 +175,8 @@ class _HeaderReader:
         if not 1 <= (num_axes := self.number(4, f"the number of axes of {where}")) <= _MAX_AXES:
             self.fail(f"expected {where} with 1 to {_MAX_AXES} axes, got {num_axes}")
         sizes = [self.number(8, f"the shape of {where}") for _ in range(num_axes)]
-        type_id, offset = self.number(4, f"the type of {where}"), self.number(8, where)
+        type_id = self.number(4, f"the type of {where}")
+        offset = self.number(8, where)
         kinds = {kind.value: kind for kind in package().GGML_QUANT_SIZES}
         if (kind := kinds.get(type_id)) is None:
             self.fail(

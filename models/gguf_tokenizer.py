@@ -17,8 +17,13 @@ from reprise.models.hf_files import shown
 
 MAX_ADDED = 2**16  # added tokens; the largest vocabularies have thousands
 # SentencePiece tokens have about 16 characters; every split of a token is tried as a merge.
-MAX_PIECE_CHARACTERS, MAX_VOCABULARY_CHARACTERS = 128, 2**24
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # token types
+MAX_PIECE_CHARACTERS = 128
+MAX_VOCABULARY_CHARACTERS = 2**24
+_NORMAL = 1
+_UNKNOWN = 2
+_CONTROL = 3
+_USER_DEFINED = 4
+_UNUSED = 5  # token types
 _SPACE = "▁"
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -165,7 +170,8 @@ def _scored_merges(header: Header, ids: dict[str, int]) -> list[tuple[str, str]]
             f"got {shown(scores)}"
         )
     texts = {text: i for text, i in ids.items() if types[i] == _NORMAL}
-    max_length, total = max(map(len, texts), default=0), sum(map(len, texts))
+    max_length = max(map(len, texts), default=0)
+    total = sum(map(len, texts))
     if max_length > MAX_PIECE_CHARACTERS or total > MAX_VOCABULARY_CHARACTERS:
         header.fail(
             f"expected tokens of at most {MAX_PIECE_CHARACTERS} characters, and "
@@ -174,7 +180,8 @@ def _scored_merges(header: Header, ids: dict[str, int]) -> list[tuple[str, str]]
     ranked = []
     for text, token in texts.items():
         for i in range(1, len(text)):
-            left, right = text[:i], text[i:]
+            left = text[:i]
+            right = text[i:]
             if left in texts and right in texts:
                 ranked.append((-scores[token], texts[left], texts[right], left, right))
     return [(left, right) for *_, left, right in sorted(ranked)]

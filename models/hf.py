@@ -82,7 +82,8 @@ FAMILIES = {
 }
 
 MAX_SHARD_BYTES = 2_000_000_000  # per file of weights
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
 _LAYER_NAMES = {
     "attention_norm_D": "input_layernorm.weight",
     "query_QD": "self_attn.q_proj.weight",
@@ -171,7 +172,8 @@ def write_into(
     """
     import jax
 
-    policy_entries, tree = entries(config), jax.tree.structure(param_specs(config))
+    policy_entries = entries(config)
+    tree = jax.tree.structure(param_specs(config))
     leaves = hf_files.fitting_leaves(params, policy_entries, tree)
     name = np.dtype(leaves[0].dtype if dtype is None else jax.numpy.dtype(dtype)).name
     content, tokens = render_config(config, name)
@@ -209,9 +211,12 @@ def _checked(folder: Path) -> tuple[ModelConfig, list[Entry], dict[str, Stored]]
 
         header = gguf_header.read(folder)
         config = gguf.config_of(header)
-        stored, rename = gguf.stored_of(header, config), gguf.renamed
+        stored = gguf.stored_of(header, config)
+        rename = gguf.renamed
     else:
-        config, stored, rename = shape(folder), hf_files.headers(folder), None
+        config = shape(folder)
+        stored = hf_files.headers(folder)
+        rename = None
     fix = "the config and the weights must come from one export"
     if config.num_layers > len(stored):  # before allocating anything for each layer
         raise ValueError(

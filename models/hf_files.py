@@ -201,7 +201,8 @@ def refuse_mismatch(
     folder: Path, entries: Sequence[Entry], stored: Mapping[str, Stored], hint: str
 ) -> None:
     """Raise one ValueError for all tensors that are missing, surplus, or wrong in shape or type."""
-    missing, wrong = [], []
+    missing = []
+    wrong = []
     for entry in entries:
         got = stored.get(entry.name)
         if got is None:
@@ -255,7 +256,8 @@ def read_tensors(
     def place(tensor: Stored, axes: tuple[str | None, ...], file: Any) -> jax.Array:
         if mesh is None:
             return jnp.asarray(cast(tensor.read(file)))
-        sharding, read = fitting_sharding(mesh, tensor.shape, axes), tensor.reader(file)
+        sharding = fitting_sharding(mesh, tensor.shape, axes)
+        read = tensor.reader(file)
         return jax.make_array_from_callback(tensor.shape, sharding, lambda index: cast(read(index)))
 
     arrays: dict[str, jax.Array] = {}

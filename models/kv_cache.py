@@ -61,7 +61,8 @@ class Pages:
         assert self.anywhere or len(q_BWHh) % split.ways == 0, (
             "the parts of a mesh have equal slots"
         )
-        queries, pages = split.spec(batch=row, heads=2), split.spec(batch=0, heads=1)
+        queries = split.spec(batch=row, heads=2)
+        pages = split.spec(batch=0, heads=1)
         inputs = queries, pages, pages, split.spec(batch=row), split.spec(batch=row)
 
         def local(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array, length: jax.Array):  # type: ignore[no-untyped-def]
@@ -107,7 +108,8 @@ class Pages:
     def whole_slots(self) -> tuple[jax.Array, jax.Array]:
         """Return copies of the keys, [B, K, h, S], and values, [B, K, S, h], of all slots."""
         page_BN = jnp.maximum(self.table_BN, 0)
-        keys, values = self.keys_PKTh[page_BN], self.values_PKTh[page_BN]
+        keys = self.keys_PKTh[page_BN]
+        values = self.values_PKTh[page_BN]
         B, N, K, T, h = values.shape
         keys_BKhNT = keys.transpose((0, 2, 3, 1, 4) if self.for_cpu else (0, 2, 4, 1, 3))
         values_BKNTh = values.transpose(0, 2, 1, 3, 4)
@@ -130,7 +132,8 @@ class Pages:
             return self._append_window(q_BNHh, k_BNKh, v_BNKh, start_B)
         assert not self.anywhere, "slots are written on their own part of a mesh"
         split = Split.of_cache(self.values_PKTh)
-        pages, queries = split.spec(batch=0, heads=1), split.spec(batch=0, heads=2)
+        pages = split.spec(batch=0, heads=1)
+        queries = split.spec(batch=0, heads=2)
         of_slot = split.spec(batch=0)
 
         def local(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -153,7 +156,8 @@ class Pages:
     def _append_window(
         self, q_BNHh: jax.Array, k_BNKh: jax.Array, v_BNKh: jax.Array, start_B: jax.Array
     ) -> tuple[Pages, jax.Array]:
-        (B, N), dtype = q_BNHh.shape[:2], self.values_PKTh.dtype
+        B, N = q_BNHh.shape[:2]
+        dtype = self.values_PKTh.dtype
         row_X, position_X = places_of_windows(start_B, N)
         page_X, offset_X = place_of(self.table_BN, row_X, position_X, self.values_PKTh)
         q_XHh, k_XKh, v_XKh = (x.reshape(B * N, *x.shape[2:]) for x in (q_BNHh, k_BNKh, v_BNKh))
@@ -164,7 +168,8 @@ class Pages:
 
         def portable() -> jax.Array:
             of_prefix = layer.of_prefix(q_BNHh, jnp.where(is_there_B, start_B, 0))
-            k_BKhN, v_BKNh = k_BNKh.transpose(0, 2, 3, 1), v_BNKh.transpose(0, 2, 1, 3)
+            k_BKhN = k_BNKh.transpose(0, 2, 3, 1)
+            v_BKNh = v_BNKh.transpose(0, 2, 1, 3)
             causal_BNN = jnp.broadcast_to(causal_mask(N), (B, N, N))
             own = partial_attention(q_BNHh, k_BKhN.astype(dtype), v_BKNh.astype(dtype), causal_BNN)
             return joined(of_prefix, own).astype(dtype).reshape(q_XHh.shape)
@@ -186,12 +191,14 @@ class PagedStates:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        (B, N), (_, _, T, F) = self.table_BN.shape, self.pages_P1TF.shape
+        B, N = self.table_BN.shape
+        _, _, T, F = self.pages_P1TF.shape
         return B, 1, N * T, F
 
     def windows(self, slot_X: jax.Array, start_X: jax.Array, num_tokens: int) -> jax.Array:
         """Return the features of C positions of slots; arbitrary values without a page."""
-        (B, _, S, _), T = self.shape, self.pages_P1TF.shape[2]
+        B, _, S, _ = self.shape
+        T = self.pages_P1TF.shape[2]
         at_XC = jnp.clip(start_X[:, None] + jnp.arange(num_tokens), 0, S - 1)
         page_XC = self.table_BN[jnp.clip(slot_X, 0, B - 1)[:, None], at_XC // T]
         return self.pages_P1TF[jnp.maximum(page_XC, 0), 0, at_XC % T]
@@ -316,7 +323,10 @@ def init(
 
     `zeros(shape, dtype, axes)` makes each array on its devices; `axes` default to `CACHE_AXES`.
     """
-    P, K, T, h = num_pages, config.num_kv_heads, page_tokens, config.head_dim
+    P = num_pages
+    K = config.num_kv_heads
+    T = page_tokens
+    h = config.head_dim
     key_shape = (P, K, h, T) if for_cpu else (P, K, T, h)
     features: tuple[jax.Array, ...] = ()
     if feature_layers is not None:
@@ -348,7 +358,8 @@ def put_entries(
 ) -> jax.Array:
     """Write entries to (page, offset); drop entries with page P."""
     split = Split.of_cache(pages_PKTh)
-    pages, new = split.spec(batch=0, heads=1), split.spec(heads=1)
+    pages = split.spec(batch=0, heads=1)
+    new = split.spec(heads=1)
 
     def local(pages: jax.Array, new: jax.Array, page_X: jax.Array, offset_X: jax.Array):  # type: ignore[no-untyped-def]
         return write_entries(pages, new, split.own(page_X, len(pages)), offset_X, kind)

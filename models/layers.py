@@ -96,7 +96,8 @@ def is_in_order(x: jax.Array, *more: jax.Array) -> bool:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _in_order(way: Way, *given: jax.Array) -> jax.Array:
     x, weight_OI, *_ = given
-    rows, outputs = (way.axes[0], *[None] * x.ndim)[: x.ndim - 1], way.axes[1]
+    rows = (way.axes[0], *[None] * x.ndim)[: x.ndim - 1]
+    outputs = way.axes[1]
     axes: tuple[Axes, ...] = ((*rows, None), (outputs, None))
     result = (*x.shape[:-1], len(weight_OI)), (*rows, outputs)
     return by_device(partial(_by_kernel, way), given, axes * (len(given) // 2), [result])[0]
@@ -161,14 +162,13 @@ def feed_forward(x: jax.Array, gate_FD: Any, up_FD: Any, down_DF: Any) -> jax.Ar
     Adapted weights are not cut into parts, because frozen weights have no gradients that parts
     would save. Products in order are not cut either, because decoding has no parts.
     """
-    weights = gate_FD, up_FD, down_DF
-    is_whole = any(isinstance(weight, Adapted) for weight in weights)
-    if is_whole or is_in_order(x, *weights):
+    is_whole = any(isinstance(weight, Adapted) for weight in (gate_FD, up_FD, down_DF))
+    if is_whole or is_in_order(x, gate_FD, up_FD, down_DF):
         return linear(_inner(x, gate_FD, up_FD), down_DF)
     parts = LONG_ROW_FEED_FORWARD_PARTS
     if x.shape[-2] >= LONG_ROW_TOKENS and not len(gate_FD) % parts:
         return _feed_forward_in_parts(x, gate_FD, up_FD, down_DF, parts)
-    return _by_rows(_turned_feed_forward, _feed_forward, x, *weights)
+    return _by_rows(_turned_feed_forward, _feed_forward, x, gate_FD, up_FD, down_DF)
 
 
 def _feed_forward(
@@ -293,7 +293,8 @@ def mean_square(x_D: jax.Array) -> jax.Array:
     CPUs sum in order, and so do accelerators with `sums_in_order_on_accelerators`.
     """
     squares_D = jnp.square(x_D.astype(jnp.float32))  # exact for bfloat16, fused with a sum or not
-    in_order, default = partial(sum_in_order, squares_D), partial(jnp.sum, squares_D, axis=-1)
+    in_order = partial(sum_in_order, squares_D)
+    default = partial(jnp.sum, squares_D, axis=-1)
     if sums_in_order_on_accelerators():
         default = in_order
     total = jax.lax.platform_dependent(cpu=in_order, default=default)
@@ -365,7 +366,8 @@ def _turns_once(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
 def rotate(x_BTHh: jax.Array, cos_BTh: jax.Array, sin_BTh: jax.Array) -> jax.Array:
     """Rotate the pairs (i, i + h/2) of each head by their angles; [B, T, H, h]."""
     first, second = jnp.split(x_BTHh.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos_BTh[:, :, None], sin_BTh[:, :, None]
+    cos = cos_BTh[:, :, None]
+    sin = sin_BTh[:, :, None]
     if x_BTHh.dtype == jnp.bfloat16:  # exact products: a fused multiply-add gives the same bits
         cos, sin = (jax.lax.reduce_precision(x, 8, 15) for x in (cos, sin))
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

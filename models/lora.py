@@ -82,8 +82,10 @@ def put_adapter(places: Params, adapter: Params, place: jax.Array) -> Params:
     """
 
     def one(wide: LowRank, low: LowRank) -> LowRank:
-        at, dtype = place * low.down_RI.shape[0], wide.down_RI.dtype
-        down_RI, up_OR = low.down_RI.astype(dtype), low.up_OR.astype(dtype)
+        at = place * low.down_RI.shape[0]
+        dtype = wide.down_RI.dtype
+        down_RI = low.down_RI.astype(dtype)
+        up_OR = low.up_OR.astype(dtype)
         is_finite_OR = jnp.isfinite(up_OR)
         down_RI = jnp.where(jnp.all(is_finite_OR), down_RI, jnp.nan)
         up_OR = jnp.where(is_finite_OR, up_OR, 0)

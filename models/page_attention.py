@@ -39,11 +39,14 @@ def attend_pages(
     Table entries beyond the positions of a slot are arbitrary. With `for_cpu`, keys are [P, K, h,
     T]. On a mesh, call this inside `jax.shard_map`.
     """
-    inputs = q_BWHh.astype(keys_PKTh.dtype), keys_PKTh, values_PKTh, table_BN, length_B
+    q_BWHh = q_BWHh.astype(keys_PKTh.dtype)
     paths = {} if for_cpu else _kernels(q_BWHh.shape[3], keys_PKTh.shape[2], keys_PKTh.dtype)
     if not paths:
-        return _portable(*inputs, for_cpu=for_cpu)
-    return PartialSoftmax(*jax.lax.platform_dependent(*inputs, **paths, default=_as_tuple))
+        return _portable(q_BWHh, keys_PKTh, values_PKTh, table_BN, length_B, for_cpu=for_cpu)
+    out, top, total = jax.lax.platform_dependent(
+        q_BWHh, keys_PKTh, values_PKTh, table_BN, length_B, **paths, default=_as_tuple
+    )
+    return PartialSoftmax(out, top, total)
 
 
 def append_and_attend(
@@ -60,14 +63,23 @@ def append_and_attend(
     Returns attention in the dtype of the pages, [B, 1, H, h], keys and values. Slots without a page
     at their position write nothing and get 0. On a mesh, call this inside `jax.shard_map`.
     """
-    (P, _, T, h), dtype = keys_PKTh.shape, keys_PKTh.dtype
+    P, _, T, h = keys_PKTh.shape
+    dtype = keys_PKTh.dtype
     page_B, offset_B = place_of(table_BN, jnp.arange(len(position_B)), position_B, keys_PKTh)
     length_B = jnp.where(page_B < P, position_B + 1, 0)
-    new = (x.astype(dtype) for x in (q_B1Hh, k_BKh, v_BKh))
-    inputs = *new, keys_PKTh, values_PKTh, table_BN, length_B
+    q_B1Hh = q_B1Hh.astype(dtype)
+    k_BKh = k_BKh.astype(dtype)
+    v_BKh = v_BKh.astype(dtype)
 
-    def apart(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        q, k, v, keys, values, table_BN, length_B = inputs
+    def apart(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        table_BN: jax.Array,
+        length_B: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         keys = write_entries(keys, k, page_B, offset_B, VALUES)
         values = write_entries(values, v, page_B, offset_B, VALUES)
         result = attend_pages(q, keys, values, table_BN, length_B, for_cpu=False)
@@ -76,15 +88,26 @@ def append_and_attend(
 
     kernel = find("page_attention", "tpu", h, T, dtype)
     if isinstance(kernel, str):
-        return apart(*inputs)
-    return jax.lax.platform_dependent(*inputs, tpu=kernel.append_and_attend, default=apart)
+        return apart(q_B1Hh, k_BKh, v_BKh, keys_PKTh, values_PKTh, table_BN, length_B)
+    return jax.lax.platform_dependent(
+        q_B1Hh,
+        k_BKh,
+        v_BKh,
+        keys_PKTh,
+        values_PKTh,
+        table_BN,
+        length_B,
+        tpu=kernel.append_and_attend,
+        default=apart,
+    )
 
 
 def place_of(
     table_BN: jax.Array, row_X: jax.Array, position_X: jax.Array, values_PKTh: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the page and offset of positions of slots; page P if a position has no page."""
-    (B, N), (P, _, T, _) = table_BN.shape, values_PKTh.shape
+    B, N = table_BN.shape
+    P, _, T, _ = values_PKTh.shape
     nth_X = position_X // T
     inside_X = (row_X >= 0) & (row_X < B) & (position_X >= 0) & (nth_X < N)
     page_X = table_BN[jnp.clip(row_X, 0, B - 1), jnp.clip(nth_X, 0, N - 1)]
@@ -137,8 +160,7 @@ def _some_nodes_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
         n = -(-W // KERNEL_NODES)
         q_BXHh = jnp.pad(q_BWHh, ((0, 0), (0, n * KERNEL_NODES - W), (0, 0), (0, 0)))
         cut = q_BXHh.reshape(B * n, KERNEL_NODES, H, h)
-        rows = jnp.repeat(table_BN, n, axis=0), jnp.repeat(length_B, n)
-        result = kernel(cut, keys, values, *rows)
+        result = kernel(cut, keys, values, jnp.repeat(table_BN, n, axis=0), jnp.repeat(length_B, n))
         return tuple(x.reshape(B, n * KERNEL_NODES, H, -1)[:, :W] for x in result)
 
     return attend
@@ -161,7 +183,8 @@ def _portable(
 
     def step(i: jax.Array, so_far: PartialSoftmax) -> PartialSoftmax:
         page_BC = jnp.clip(jax.lax.dynamic_slice_in_dim(table_BN, i * C, C, axis=1), 0, P - 1)
-        k_BCKTh, v_BCKTh = keys_PKTh[page_BC], values_PKTh[page_BC]
+        k_BCKTh = keys_PKTh[page_BC]
+        v_BCKTh = values_PKTh[page_BC]
         k_BKhCT = k_BCKTh.transpose((0, 2, 3, 1, 4) if for_cpu else (0, 2, 4, 1, 3))
         k_BKhS = k_BKhCT.reshape(B, K, h, C * T)
         v_BKSh = v_BCKTh.transpose(0, 2, 1, 3, 4).reshape(B, K, C * T, h)

@@ -42,10 +42,14 @@ def attend(
     interpret: Any = None,
 ) -> jax.Array:
     """Return the attention of tokens to positions up to themselves, [X, H, h]; 0 without a row."""
-    (X, H, h), K, dtype = q_XHh.shape, k_XKh.shape[1], keys_PKTh.dtype
-    is_tpu, group = platform == "tpu", H // K
+    X, H, h = q_XHh.shape
+    K = k_XKh.shape[1]
+    dtype = keys_PKTh.dtype
+    is_tpu = platform == "tpu"
+    group = H // K
     block, max_tokens = (KEYS, TPU_TOKENS) if is_tpu else (ROWS, ROWS // group)
-    tiles, paths = Tiles.of(after, min(max_tokens, after.width), len(table_BN)), None
+    tiles = Tiles.of(after, min(max_tokens, after.width), len(table_BN))
+    paths = None
     new = list[jax.Array]()
     if after.num_paths:
         paths = SidePaths.of(after, tiles, table_BN, keys_PKTh, block)
@@ -55,9 +59,17 @@ def attend(
     N, A = tiles.token_NA.shape
     q_NAHh = jnp.take(q_XHh.astype(dtype), tiles.token_NA, axis=0, mode="clip")
     q_NKYh = q_NAHh.reshape(N, A, K, group, h).swapaxes(1, 2).reshape(N, K, A * group, h)
-    rows = table_BN, *tiles.by_row(paths, group), tiles.reads(paths, block), new
     kernel = page_attention_tpu if is_tpu else page_attention_gpu
-    out_NKYh = kernel.attend_tiles(q_NKYh, keys_PKTh, values_PKTh, *rows, interpret=interpret)
+    out_NKYh = kernel.attend_tiles(
+        q_NKYh,
+        keys_PKTh,
+        values_PKTh,
+        table_BN,
+        *tiles.by_row(paths, group),
+        tiles.reads(paths, block),
+        new,
+        interpret=interpret,
+    )
     out_NKAGh = out_NKYh.reshape(N, K, A, group, h)
     out_XHh = out_NKAGh[tiles.tile_X, :, tiles.place_X].reshape(X, H, h)
     return jnp.where((tiles.row_X >= 0)[:, None, None], out_XHh, 0)
@@ -80,14 +92,16 @@ class Tiles:
 
     @staticmethod
     def of(after: After, size: int, num_slots: int) -> Tiles:
-        X, row_X = len(after.row_X), after.row_X
+        X = len(after.row_X)
+        row_X = after.row_X
         row_X = jnp.where(row_X < num_slots, row_X, -1)
         ups, depth_X = _ancestors(after.parent_X, after.width)
         at_X = jnp.arange(X, dtype=jnp.int32)
         # each run of tokens of one row starts a tile
         begins_X = jnp.concatenate([jnp.ones(1, bool), row_X[1:] != row_X[:-1]])
         rank_X = at_X - jax.lax.cummax(jnp.where(begins_X, at_X, 0))
-        place_X, is_own_X = rank_X % size, row_X >= 0
+        place_X = rank_X % size
+        is_own_X = row_X >= 0
         runs = after.num_runs or num_slots
         N = min(runs * -(-after.width // size), runs + X // size)
         N += N % 2  # the two cores of a TPU share the tiles
@@ -140,10 +154,14 @@ class SidePaths:
     def of(
         after: After, tiles: Tiles, table_BN: jax.Array, pages_PKTh: jax.Array, block: int
     ) -> SidePaths:
-        (X,), B, T = after.row_X.shape, len(table_BN), pages_PKTh.shape[2]
-        at_X, row_X = jnp.arange(X, dtype=jnp.int32), tiles.row_X
+        (X,) = after.row_X.shape
+        B = len(table_BN)
+        T = pages_PKTh.shape[2]
+        at_X = jnp.arange(X, dtype=jnp.int32)
+        row_X = tiles.row_X
         # a path may start at any position of a block
-        S, E = after.num_paths, -(-(block - 1 + after.width) // block) * block
+        S = after.num_paths
+        E = -(-(block - 1 + after.width) // block) * block
         parent_X = after.parent_X
         first_X = X - 1 - _last(parent_X[::-1], X)  # first child of each token
         goes_on_X = (parent_X >= 0) & (first_X[parent_X] == at_X)
@@ -168,7 +186,8 @@ class SidePaths:
         is_at_SEW = depth_SE[:, :, None] == jnp.arange(after.width)
         source_SE = jnp.sum(jnp.where(is_at_SEW, token_SW[:, None] - X, 0), axis=2) + X
         source_SE = jnp.where(depth_SE < 0, -1, source_SE)
-        each, table_SN = T // block, jnp.take(table_BN, row_X[tip_S], axis=0, mode="clip")
+        each = T // block
+        table_SN = jnp.take(table_BN, row_X[tip_S], axis=0, mode="clip")
         nth_S1 = jnp.clip(block_S // each, 0, table_BN.shape[1] - 1)[:, None]
         page_S = jnp.maximum(jnp.take_along_axis(table_SN, nth_S1, axis=1)[:, 0], 0)
         path_X = jnp.where(row_X < 0, 0, path_X - jnp.take(first_B, row_X, mode="clip"))
@@ -176,8 +195,12 @@ class SidePaths:
 
     def copies(self, pages_PKTh: jax.Array, new_XKh: jax.Array) -> jax.Array:
         """Return the keys or values of all existing paths, [S · E / R, K, R, h]."""
-        (S, E), (P, K, T, h), X = self.source_SE.shape, pages_PKTh.shape, len(new_XKh)
-        n, each, dtype = min(PATHS_AT_ONCE, S), T // ROWS, pages_PKTh.dtype
+        S, E = self.source_SE.shape
+        P, K, T, h = pages_PKTh.shape
+        X = len(new_XKh)
+        n = min(PATHS_AT_ONCE, S)
+        each = T // ROWS
+        dtype = pages_PKTh.dtype
         held = pages_PKTh.reshape(P, K, each, ROWS, h)
 
         def some(i: jax.Array, out: jax.Array) -> jax.Array:
@@ -207,7 +230,8 @@ def _ancestors(parent_X: jax.Array, width: int) -> tuple[list[jax.Array], jax.Ar
     """Return the 2^i-th ancestor or root of each token, i = 0, 1, …, and its depth < `width`."""
     X = len(parent_X)
     up_X = jnp.where(parent_X < 0, jnp.arange(X, dtype=jnp.int32), parent_X)
-    depth_X, ups = (parent_X >= 0).astype(jnp.int32), [up_X]
+    depth_X = (parent_X >= 0).astype(jnp.int32)
+    ups = [up_X]
     for _ in range(max(width - 1, 1).bit_length()):
         depth_X = depth_X + depth_X[up_X]
         up_X = up_X[up_X]

@@ -29,7 +29,8 @@ from reprise.models.config import (
 )
 from reprise.models.hf_files import shown
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 MAX_ALPHA = 1e6
 _PREFIX = "base_model.model."
 _BASE = "base_digest"  # in the header of the weights
@@ -71,7 +72,8 @@ def write(
     adapter = jax.device_get(adapter)
     lora = _lowest_rank(config.lora, adapter)
     adapter = _with_rank(adapter, lora.rank, 1.0)
-    specs, weights = lora_specs(dataclasses.replace(config, lora=lora)), jax.tree.leaves(adapter)
+    specs = lora_specs(dataclasses.replace(config, lora=lora))
+    weights = jax.tree.leaves(adapter)
     pairs = zip(names(config), leaves(specs), strict=True)
     entries = [hf_files.Entry(name, spec.shape, ()) for name, spec in pairs]
     content = {
@@ -185,7 +187,8 @@ def _with_rank(adapter: Params, rank: int, ratio: float) -> Params:
     import jax.numpy as jnp
 
     def one(low: LowRank) -> LowRank:
-        down_RI, up_OR = low.down_RI[:rank], low.up_OR[:, :rank]
+        down_RI = low.down_RI[:rank]
+        up_OR = low.up_OR[:, :rank]
         more = rank - down_RI.shape[0]
         if more:
             down_RI = jnp.pad(down_RI, ((0, more), (0, 0)))

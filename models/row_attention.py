@@ -118,7 +118,8 @@ def why_portable(q_BTHh: jax.Array, k_BTKh: jax.Array, platform: str) -> str | N
     ways = sizes.get("tensor", 1)
     if k_BTKh.shape[2] % ways:
         return f"expected key/value heads that {ways} devices divide, got {k_BTKh.shape[2]}"
-    q_shape, kv_shape = q_BTHh.shape, k_BTKh.shape
+    q_shape = q_BTHh.shape
+    kv_shape = k_BTKh.shape
     if sizes:
         q_shape = shard_shape(sizes, q_shape, _QUERY_AXES)
         kv_shape = shard_shape(sizes, kv_shape, _KEY_AXES)
@@ -183,7 +184,8 @@ class _Blocks:
 
 def _forward_by_blocks(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return outputs, [B, T, H, h], and the log of each sum, [B, H, T], by the portable path."""
-    args, (q_BTHh, _, v_BTKh, *_) = _Blocks.of(*inputs), inputs
+    args = _Blocks.of(*inputs)
+    q_BTHh, _, v_BTKh, *_ = inputs
     n, B, K, G, C, h = args.q.shape
 
     def of_queries(inputs: tuple, _: tuple, i: jax.Array) -> tuple[tuple, tuple]:
@@ -211,8 +213,10 @@ def _forward_by_blocks(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _backward_by_blocks(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of queries, keys and values by the portable path."""
     q_BTHh, k_BTKh, v_BTKh, _, _, out_BTHh, lse_BHT, dout_BTHh = inputs
-    args, K = _Blocks.of(*inputs[:5]), k_BTKh.shape[2]
-    n, scale = len(args.q), q_BTHh.shape[-1] ** -0.5
+    args = _Blocks.of(*inputs[:5])
+    K = k_BTKh.shape[2]
+    n = len(args.q)
+    scale = q_BTHh.shape[-1] ** -0.5
     lse = _by_head(_cut(lse_BHT.swapaxes(1, 2)[..., None] * LOG2_E), K)
     dout_by_head = _by_head(_cut(dout_BTHh), K)
     products_BTH1 = (dout_BTHh.astype(jnp.float32) * out_BTHh).sum(axis=-1, keepdims=True)
@@ -252,7 +256,8 @@ def _seen(prompt_nBC: jax.Array, branch_nBC: jax.Array) -> jax.Array:
     """Return which pairs of blocks may see one another in any row, by ranges; bool [n, n]."""
 
     def overlap(x_nBC: jax.Array) -> jax.Array:
-        low_nB, high_nB = x_nBC.min(axis=2), x_nBC.max(axis=2)
+        low_nB = x_nBC.min(axis=2)
+        high_nB = x_nBC.max(axis=2)
         return (low_nB[:, None] <= high_nB) & (low_nB <= high_nB[:, None])
 
     shared_nB = branch_nBC.min(axis=2) == 0

@@ -99,7 +99,8 @@ def put(x: Any, where: jax.sharding.Sharding | None) -> jax.Array:
     if where is None or where.is_fully_addressable:
         return jax.device_put(x, where)
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data, impl = jax.random.key_data(x), jax.random.key_impl(x)
+        data = jax.random.key_data(x)
+        impl = jax.random.key_impl(x)
         return jax.random.wrap_key_data(put(data, where), impl=impl)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return jax.device_put(x, where)

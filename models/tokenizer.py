@@ -29,7 +29,8 @@ from reprise.models.tokenizer_files import RULES, SETTINGS
 if TYPE_CHECKING:
     from reprise.models.token_bytes import TokenBytes
 
-_SPECIALS_FILE, TEMPLATE_FILE = "special_tokens_map.json", "chat_template.jinja"
+_SPECIALS_FILE = "special_tokens_map.json"
+TEMPLATE_FILE = "chat_template.jinja"
 MAX_TEMPLATE_BYTES = 2**20
 _SPECIALS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _NAMES = {*_SPECIALS, "add_bos_token", "add_eos_token", "added_tokens_decoder", "chat_template"}
@@ -328,7 +329,8 @@ def _specials(settings: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 def _apply_add_bos(rules: Any, bos: str, settings: Mapping[str, Any], path: Path) -> None:
     """Let add_bos_token in the settings, if present, decide about BOS, as transformers does."""
-    adds, bos_id = settings.get("add_bos_token"), rules.token_to_id(bos)
+    adds = settings.get("add_bos_token")
+    bos_id = rules.token_to_id(bos)
     if not isinstance(adds, bool | None):
         raise ValueError(f"{path}: expected add_bos_token as true or false, got {shown(adds)}")
     if adds is None or (bos_id is None and adds):

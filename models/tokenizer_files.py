@@ -17,7 +17,8 @@ from typing import Any
 from reprise.models.child import Child, ChildEnded, serve
 from reprise.models.hf_files import escaped, has_file
 
-RULES, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+RULES = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
 NAMES = (  # only RULES is required; the other files of a folder are exported with it
     *(RULES, "tokenizer.model", "vocab.json", "vocab.txt", SETTINGS, "merges.txt"),
     *("added_tokens.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"),

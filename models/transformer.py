@@ -173,12 +173,14 @@ def _hidden_and_entries(
     dtype: Any = None,
 ) -> tuple[jax.Array, list[tuple[jax.Array, ...]]]:
     """Return the final hidden states, and (k_BTKh, v_BTKh, output_BTD) of every layer."""
-    T, is_packed = tokens_BT.shape[1], packing is not None
+    T = tokens_BT.shape[1]
+    is_packed = packing is not None
     dtype = dtype or params.final_norm_D.dtype
     if packing is None:  # rows are single sequences
         positions_1T = jnp.arange(T)[None]
         packing = Packing(positions_1T, jnp.ones_like(tokens_BT), jnp.zeros_like(tokens_BT))
-    rope, seen = rope_turns(config, packing.positions_BT), packing
+    rope = rope_turns(config, packing.positions_BT)
+    seen = packing
     if not is_faster(config, T, dtype):
         seen = packed_mask(packing) if is_packed else causal_mask(T)
 
@@ -209,12 +211,14 @@ def hidden_with_cache(
     are not written.
     """
     B = len(start_B)
-    tokens_XN, positions_XN = tokens_BN, positions_BN
+    tokens_XN = tokens_BN
+    positions_XN = positions_BN
     if chunks is not None:
         tokens_XN = jnp.concatenate([tokens_BN, chunks.tokens_TC.reshape(-1, 1)])
         positions_XN = jnp.concatenate([positions_BN, chunks.positions_TC.reshape(-1, 1)])
     rope = rope_turns(config, positions_XN)
-    layers, entries = list[Any](), list[Any]()
+    layers = list[Any]()
+    entries = list[Any]()
     outputs: list[jax.Array] = []
     x_XND = embed(params.embedding_VD, tokens_XN)
     for i, layer in enumerate(params.layers):
@@ -250,16 +254,20 @@ def hidden_of_nodes(
     A node attends to the first `length` positions of its row and to its ancestors. The T·C tokens
     of `chunks` follow the M ≥ 0 nodes: X = M + T·C.
     """
-    tokens_X, positions_X = tokens_M, positions_M
+    tokens_X = tokens_M
+    positions_X = positions_M
     if chunks is not None:
         tokens_X = jnp.concatenate([tokens_M, chunks.tokens_TC.reshape(-1)])
         positions_X = jnp.concatenate([positions_M, chunks.positions_TC.reshape(-1)])
     rope = rope_turns(config, positions_X[:, None])
-    keys, values, outputs = [], [], []
+    keys = []
+    values = []
+    outputs = []
     x_X1D = embed(params.embedding_VD, tokens_X[:, None])
     for i, layer in enumerate(params.layers):
-        seen = cache.layer(i), length_B, trees, chunks
-        x_X1D, k_XKh, v_XKh = _nodes_layer(config, layer, x_X1D, rope, *seen)
+        x_X1D, k_XKh, v_XKh = _nodes_layer(
+            config, layer, x_X1D, rope, cache.layer(i), length_B, trees, chunks
+        )
         keys.append(k_XKh)
         values.append(v_XKh)
         outputs += [x_X1D] if i in cache.feature_layers else []
@@ -286,7 +294,8 @@ def _whole_layer(
         entries.append((k_BTKh, v_BTKh))
         if isinstance(seen, Packing):
             return attend_rows(q_BTHh, k_BTKh, v_BTKh, seen)
-        k_BKhT, v_BKTh = k_BTKh.transpose(0, 2, 3, 1), v_BTKh.transpose(0, 2, 1, 3)
+        k_BKhT = k_BTKh.transpose(0, 2, 3, 1)
+        v_BKTh = v_BTKh.transpose(0, 2, 1, 3)
         return attend_causally(q_BTHh, k_BKhT, v_BKTh, seen)
 
     return block(config, layer, x_BTD, rope, look), entries[0]
@@ -312,8 +321,7 @@ def _cached_layer(
 
     def look(q_XNHh: jax.Array, k_XNKh: jax.Array, v_XNKh: jax.Array) -> jax.Array:
         k_XNKh, v_XNKh = finite_values(k_XNKh, v_XNKh)
-        nodes = q_XNHh[:B], k_XNKh[:B], v_XNKh[:B]
-        held, out_BNHh = cached.append_and_attend(*nodes, start_B)
+        held, out_BNHh = cached.append_and_attend(q_XNHh[:B], k_XNKh[:B], v_XNKh[:B], start_B)
         seen.append((held, (k_XNKh[B:, 0], v_XNKh[B:, 0])))
         if chunks is None:
             return out_BNHh
@@ -355,9 +363,11 @@ def _nodes_layer(
         q_XHh = q_X1Hh[:, 0]
         k_XKh, v_XKh = finite_values(k_X1Kh[:, 0], v_X1Kh[:, 0])
         entries.append((k_XKh, v_XKh))
-        nodes, out = (q_XHh[:M], k_XKh[:M], v_XKh[:M]), []
+        out = []
         if M:
-            out.append(attend_nodes(*nodes, cached, length_B, trees)[:, None])
+            out.append(
+                attend_nodes(q_XHh[:M], k_XKh[:M], v_XKh[:M], cached, length_B, trees)[:, None]
+            )
         if chunks is not None:
             out.append(_look_of_chunks(q_XHh[M:], k_XKh[M:], v_XKh[M:], cached, chunks))
         return jnp.concatenate(out)

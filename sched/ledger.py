@@ -44,8 +44,9 @@ class Ledger:
         if type(event) is WorkerJoined:
             if event.worker_id in self.workers:
                 raise ValueError(f"worker {event.worker_id} exists already")
-            room = event.kv_tokens, event.max_requests
-            self.workers[event.worker_id] = Worker(event.worker_id, *room)
+            self.workers[event.worker_id] = Worker(
+                event.worker_id, event.kv_tokens, event.max_requests
+            )
             return []
         if type(event) is WorkerLost:
             return self._lost(self.workers.pop(event.worker_id))
@@ -76,23 +77,27 @@ class Ledger:
 
     def report(self, event: Finished | ChunkDone) -> RequestState | None:
         """Record a report; return its request, or None if its start is outdated."""
-        request, tokens = self.requests.get(event.request_id), event.generated_tokens
+        request = self.requests.get(event.request_id)
+        tokens = event.generated_tokens
         self._held = None
         if request is None or request.chunk != event.chunk or request.status is not Status.RUNNING:
             return None
         assert request.worker_id == event.worker_id, (request, event)
         assert tokens >= request.generated_tokens, (request, event)
-        group, worker = self.groups[request.group_id], self.workers[event.worker_id]
+        group = self.groups[request.group_id]
+        worker = self.workers[event.worker_id]
         group.served_tokens += tokens - request.generated_tokens
         group.longest_tokens = max(group.longest_tokens, tokens)
         request.generated_tokens = tokens
         worker.reserved_tokens -= worker.running.pop(event.request_id)
         self.num_running -= 1
         if type(event) is ChunkDone:
-            request.status, request.pooled = Status.WAITING, event.pooled
+            request.status = Status.WAITING
+            request.pooled = event.pooled
             self._held = request
             return request
-        request.status, request.pooled = Status.FINISHED, False
+        request.status = Status.FINISHED
+        request.pooled = False
         group.num_unfinished -= 1
         group.num_finished += 1
         if not group.num_unfinished:
@@ -137,7 +142,9 @@ class Ledger:
         With `pool`, keys and values are copied from the pool if present instead of recomputed.
         """
         assert request.status is Status.WAITING and max_tokens > 0, request
-        request_id, worker_id, reserved = request.request_id, worker.worker_id, 0
+        request_id = request.request_id
+        worker_id = worker.worker_id
+        reserved = 0
         if reserve:
             reserved = request.total_tokens + max_tokens
             assert reserved <= worker.free_tokens, (request, worker)
@@ -147,6 +154,7 @@ class Ledger:
             kv = Kv.HELD
         worker.running[request_id] = reserved
         self.num_running += 1
-        request.status, request.worker_id = Status.RUNNING, worker_id
+        request.status = Status.RUNNING
+        request.worker_id = worker_id
         request.chunk = chunk = request.chunk + 1
         return Start(request_id, worker_id, chunk, max_tokens, reserved, kv)

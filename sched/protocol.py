@@ -86,7 +86,8 @@ class Profiled:
 
 
 Event = Submitted | WorkerJoined | WorkerLost | ChunkDone | Finished | Trained | Recalled | Profiled
-REPORTS, OF_NO_WORKER = (Finished, ChunkDone), (Submitted, Trained, Recalled, Profiled)
+REPORTS = (Finished, ChunkDone)
+OF_NO_WORKER = (Submitted, Trained, Recalled, Profiled)
 
 # --- actions ----------------------------------------------------------------------------
 

@@ -74,7 +74,8 @@ class RequestState:
     group_id: int = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.request_id, self.group_id = self.spec.request_id, self.spec.group_id
+        self.request_id = self.spec.request_id
+        self.group_id = self.spec.group_id
 
     @property
     def remaining_tokens(self) -> int:

@@ -161,7 +161,8 @@ def _parsed(text: str) -> tuple[str, dict[str, Any]]:
             f"by_task: expected a task's name, a colon and a space, {_HOW}, got {text[:200]!r}"
         )
     settings: dict[str, Any] = {}
-    at, where = 0, f"by_task, {name[:80]!r}"
+    at = 0
+    where = f"by_task, {name[:80]!r}"
     while at < len(tail) or not settings:
         key = re.compile(r"\s*(\w+)\s*=\s*").match(tail, at)
         if key is None or key[1] not in OF_TASKS or key[1] in settings:
@@ -186,7 +187,8 @@ def _parsed(text: str) -> tuple[str, dict[str, Any]]:
 
 def _typed(value: Any, field: str, where: str) -> Any:
     wanted: dict[str, type] = {"stop": str, "temperature": float, "top_p": float}
-    kind, many = wanted.get(field, int), field in ("stop", "stop_ids")
+    kind = wanted.get(field, int)
+    many = field in ("stop", "stop_ids")
     values = value if many and isinstance(value, list) else [value]
     if kind is float:
         values = [float(v) if type(v) is int and abs(v) < 2**53 else v for v in values]

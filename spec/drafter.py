@@ -133,7 +133,8 @@ class Acceptance:
 
 def no_drafts(num_requests: int, max_nodes: int) -> Drafts:
     """Return empty drafts with room for `max_nodes` draft tokens per request."""
-    A, N = num_requests, max_nodes
+    A = num_requests
+    N = max_nodes
     drafts = Drafts(
         np.empty((A, N), np.int32),
         np.empty((A, N), np.int32),
@@ -250,7 +251,8 @@ class Drafter(Protocol):
 
 
 # the prior of acceptance rates: the number of draft tokens that it counts as, and its rate
-PRIOR_DRAFTS, PRIOR_PROB = 8, 0.7
+PRIOR_DRAFTS = 8
+PRIOR_PROB = 0.7
 
 
 def round_acceptance(
@@ -299,7 +301,8 @@ def _count(sources_AN, marked_AN, num_sources):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def _sums(prob_AN, accepted_AN, observed_AN):  # type: ignore[no-untyped-def]
-    accepted_A, expected_A = np.zeros(len(prob_AN)), np.zeros(len(prob_AN))
+    accepted_A = np.zeros(len(prob_AN))
+    expected_A = np.zeros(len(prob_AN))
     for a in range(len(prob_AN)):
         for n in range(prob_AN.shape[1]):
             accepted_A[a] += accepted_AN[a, n]
@@ -387,7 +390,8 @@ class PerRequest:
     """A value per request id; new requests start at `start`."""
 
     def __init__(self, index: RequestIndex, start: float) -> None:
-        self._index, self._start = index, start
+        self._index = index
+        self._start = start
         self._values_F = np.empty(0, np.float64)
 
     def get(self, live: LiveSlots) -> np.ndarray:

@@ -60,7 +60,8 @@ def pack(
     error of the budget), a parent that does not come before its child, or siblings with the same
     token (errors of the drafter).
     """
-    taken, max_drafts = int(taken_A.sum()), int(taken_A.max(initial=0))
+    taken = int(taken_A.sum())
+    max_drafts = int(taken_A.max(initial=0))
     if num_slots + taken > num_nodes or max_drafts >= max_nodes:
         raise ValueError(
             f"the budget took {taken} draft tokens, {max_drafts} of one request: expected at most "
@@ -73,7 +74,8 @@ def pack(
     request_B[rows_A] = np.arange(len(rows_A))
     a, i = _pack(drafts.tokens_AN, drafts.parents_AN, taken_A, request_B, max_drafts, table_5M)
     if a >= 0:
-        parent, token = int(drafts.parents_AN[a, i]), int(drafts.tokens_AN[a, i])
+        parent = int(drafts.parents_AN[a, i])
+        token = int(drafts.tokens_AN[a, i])
         raise ValueError(
             f"draft token {i} of live request {a} is {token} behind parent {parent}: expected a "
             f"parent in −1 … {i - 1}, and siblings that differ in their tokens; mend: see "
@@ -92,12 +94,17 @@ def unpack(table_5M: jax.Array) -> Nodes:
 @numba.njit(cache=True, nogil=True)
 def _pack(tokens_AN, parents_AN, taken_A, request_B, max_drafts, table_5M):  # type: ignore[no-untyped-def]
     """Return the request and place of the first invalid draft token; −1 if all are valid."""
-    m, num_slots = 0, len(request_B)
+    m = 0
+    num_slots = len(request_B)
     # the last child of each parent so far, and the previous sibling of each draft token
-    last_N, before_N = np.empty(max_drafts + 1, np.int32), np.empty(max_drafts, np.int32)
+    last_N = np.empty(max_drafts + 1, np.int32)
+    before_N = np.empty(max_drafts, np.int32)
     for b in range(num_slots):
-        root, a = m, request_B[b]
-        table_5M[0, m], table_5M[1, m], table_5M[2, m] = 0, b, NO_PARENT
+        root = m
+        a = request_B[b]
+        table_5M[0, m] = 0
+        table_5M[1, m] = b
+        table_5M[2, m] = NO_PARENT
         m += 1
         last_N[:] = -1
         for i in range(taken_A[a] if a >= 0 else 0):
@@ -110,10 +117,13 @@ def _pack(tokens_AN, parents_AN, taken_A, request_B, max_drafts, table_5M):  # t
                     return a, i
                 sibling = before_N[sibling]
             last_N[parent + 1] = i
-            table_5M[0, m], table_5M[1, m] = tokens_AN[a, i], b
+            table_5M[0, m] = tokens_AN[a, i]
+            table_5M[1, m] = b
             table_5M[2, m] = root + 1 + parent
             m += 1
-    table_5M[0, m:], table_5M[1, m:], table_5M[2, m:] = PADDING, num_slots, NO_PARENT
+    table_5M[0, m:] = PADDING
+    table_5M[1, m:] = num_slots
+    table_5M[2, m:] = NO_PARENT
     return -1, -1
 
 
@@ -131,7 +141,8 @@ def of_trees(
     `parents_BN` are places in the tree of the slot, −1 for the root. Also returns the index of each
     tree node among the nodes of the round, int32 [B, N]; `num_nodes` for places without a node.
     """
-    (B, N), at_N = tokens_BN.shape, jnp.arange(tokens_BN.shape[1], dtype=jnp.int32)
+    B, N = tokens_BN.shape
+    at_N = jnp.arange(tokens_BN.shape[1], dtype=jnp.int32)
     end_B = jnp.cumsum(count_B)
     first_B = (end_B - count_B).astype(jnp.int32)
     place_BN = jnp.where(at_N < count_B[:, None], first_B[:, None] + at_N, num_nodes)
@@ -154,7 +165,8 @@ def planted(nodes: Nodes, last_token_B: jax.Array) -> Nodes:
 
 def trees(nodes: Nodes, num_slots: int, max_nodes: int) -> Trees:
     """Return the trees of the nodes by slot; no slot has more than `max_nodes` nodes."""
-    M, W = len(nodes.slots_M), min(max_nodes, len(nodes.slots_M) - num_slots + 1)
+    M = len(nodes.slots_M)
+    W = min(max_nodes, len(nodes.slots_M) - num_slots + 1)
     first_B = jnp.searchsorted(nodes.slots_M, jnp.arange(num_slots)).astype(jnp.int32)
     place_M = jnp.arange(M) - jnp.take(first_B, nodes.slots_M, mode="clip")
     node_BW = jnp.minimum(first_B[:, None] + jnp.arange(W), M - 1)
@@ -178,7 +190,8 @@ def _paths(above_BW: jax.Array) -> jax.Array:
     return jax.lax.while_loop(lambda carry: jnp.any(carry[1] >= 0), step, (start, itself))[0]
 
 
-DRAWN, KEPT = 1, 2  # kinds of emitted tokens; 0 if not emitted
+DRAWN = 1
+KEPT = 2  # kinds of emitted tokens; 0 if not emitted
 
 
 @struct.dataclass
@@ -215,17 +228,20 @@ def by_slot(tokens_M, logprobs_M, kind_M, slots_M, num_slots):  # type: ignore[n
 
     The first `reused_B` were given and kept. Nodes are sorted by slot, and along a path by depth.
     """
-    count_B, reused_B = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.int32)
+    count_B = np.zeros(num_slots, np.int32)
+    reused_B = np.zeros(num_slots, np.int32)
     for m in range(len(slots_M)):
         if kind_M[m]:
             count_B[slots_M[m]] += 1
     size = num_slots, max(1, count_B.max())
-    tokens_BN, logprobs_BN = np.zeros(size, np.int32), np.zeros(size, np.float32)
+    tokens_BN = np.zeros(size, np.int32)
+    logprobs_BN = np.zeros(size, np.float32)
     count_B[:] = 0
     for m in range(len(slots_M)):
         if kind_M[m]:
             b = slots_M[m]
-            tokens_BN[b, count_B[b]], logprobs_BN[b, count_B[b]] = tokens_M[m], logprobs_M[m]
+            tokens_BN[b, count_B[b]] = tokens_M[m]
+            logprobs_BN[b, count_B[b]] = logprobs_M[m]
             count_B[b] += 1
             reused_B[b] += kind_M[m] == KEPT
     return tokens_BN, logprobs_BN, count_B, reused_B

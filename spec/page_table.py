@@ -18,7 +18,8 @@ NO_PAGE = -1
 
 def spread(num_slots: int, slot_pages: int, num_pages: int, ways: int) -> np.ndarray:
     """Return a full table for timing programs; the pages of a part repeat over its slots."""
-    slots, each = num_slots // ways, num_pages // ways
+    slots = num_slots // ways
+    each = num_pages // ways
     local_BN = np.arange(slots * slot_pages).reshape(slots, slot_pages) % each
     parts = [local_BN + part * each for part in range(ways)]
     return np.concatenate(parts).astype(np.int32)
@@ -36,7 +37,8 @@ class PageTable:
         self, num_slots: int, slot_pages: int, num_pages: int, page_tokens: int, ways: int = 1
     ) -> None:
         assert num_pages % ways == 0 and num_slots % ways == 0, (num_slots, num_pages, ways)
-        self.page_tokens, self.ways = page_tokens, ways
+        self.page_tokens = page_tokens
+        self.ways = ways
         self.pages_BN = np.full((num_slots, slot_pages), NO_PAGE, np.int32)
         self.held_B = np.zeros(num_slots, np.int64)  # number of pages of each slot
         self.users_P = np.zeros(num_pages, np.int64)  # number of slots that use each page
@@ -66,13 +68,15 @@ class PageTable:
         return self._extend(slot, self.pages_for(num_tokens) - held)
 
     def _extend(self, slot: int, more: int) -> bool:
-        free, held = self._free[self.part_B[slot]], int(self.held_B[slot])
+        free = self._free[self.part_B[slot]]
+        held = int(self.held_B[slot])
         assert held + more <= self.pages_BN.shape[1], "more positions than a slot may have"
         if more > len(free):
             return False
         for n in range(held, held + more):
             page = free.pop()
-            self.pages_BN[slot, n], self.users_P[page] = page, 1
+            self.pages_BN[slot, n] = page
+            self.users_P[page] = 1
         self.held_B[slot] = max(held, held + more)
         return True
 
@@ -113,7 +117,8 @@ class PageTable:
         for slot in range(len(self)):
             if slot not in keep:
                 self.release(slot)
-        before, held_B = self.pages_BN, self.held_B
+        before = self.pages_BN
+        held_B = self.held_B
         index = np.asarray(rows)
         self.pages_BN = np.where(index[:, None] < 0, NO_PAGE, before[np.maximum(index, 0)])
         self.held_B = np.where(index < 0, 0, held_B[np.maximum(index, 0)])

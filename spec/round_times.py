@@ -12,11 +12,15 @@ from collections.abc import Mapping, Sequence
 
 MAX_SECONDS = 1e5  # of a round
 # names of tables
-ROUND, CHUNKS, DRAFT = "packed round", "draws in chunks", "draft "
-SHORT, BESIDE = "packed round of short rows", "draws in chunks with a round"
+ROUND = "packed round"
+CHUNKS = "draws in chunks"
+DRAFT = "draft "
+SHORT = "packed round of short rows"
+BESIDE = "draws in chunks with a round"
 FETCH = "host of a fetch"
 NAMED = ROUND, SHORT, CHUNKS, BESIDE, FETCH
-SHORT_PART, LIVE_PART = 8, 2  # 1/8 of the positions are live in short rows, 1/2 in all other tables
+SHORT_PART = 8
+LIVE_PART = 2  # 1/8 of the positions are live in short rows, 1/2 in all other tables
 CHUNKS_USED = 0.75  # measured with configs/epochs_tiny.gin: the last chunk of a response is cut
 NODES_USED = 0.6  # same source: chains are cut, and slots that compute prompts have none
 Table = Mapping[tuple[int, int, int], float]
@@ -58,8 +62,10 @@ class RoundTimes:
         beside_seconds: Table | None = None,
         fetch_seconds: Table | None = None,
     ) -> None:
-        self._seconds, self._short = dict(seconds), dict(short_seconds or {})
-        self._chunks, self._beside = dict(chunk_seconds or {}), dict(beside_seconds or {})
+        self._seconds = dict(seconds)
+        self._short = dict(short_seconds or {})
+        self._chunks = dict(chunk_seconds or {})
+        self._beside = dict(beside_seconds or {})
         self._fetches = dict(fetch_seconds or {})
         self._drafts = {name: dict(table) for name, table in (draft_seconds or {}).items()}
 
@@ -78,19 +84,23 @@ class RoundTimes:
         Without `live_tokens`, half of the positions are live.
         """
         bucket = num_slots, num_nodes, num_positions
-        taken_s, short_s = self._seconds.get(bucket), self._short.get(bucket)
+        taken_s = self._seconds.get(bucket)
+        short_s = self._short.get(bucket)
         if taken_s is None or short_s is None or live_tokens is None:
             return taken_s
-        low, high = num_positions / SHORT_PART, num_positions / LIVE_PART
+        low = num_positions / SHORT_PART
+        high = num_positions / LIVE_PART
         return short_s + max(taken_s - short_s, 0.0) * max(live_tokens - low, 0.0) / (high - low)
 
     def draft(self, name: str, num_slots: int, depth: int, num_positions: int) -> float:
         """Return drafting seconds, interpolated between measured depths; 0 if unmeasured."""
-        table, bucket = self._drafts.get(name, {}), (num_slots, num_positions)
+        table = self._drafts.get(name, {})
+        bucket = (num_slots, num_positions)
         at = [(d, taken_s) for (slots, d, s), taken_s in table.items() if (slots, s) == bucket]
         if not at:
             return 0.0
-        (d0, t0), (d1, t1) = min(at), max(at)
+        d0, t0 = min(at)
+        d1, t1 = max(at)
         return t0 if d0 == d1 else t0 + (t1 - t0) * (depth - d0) / (d1 - d0)
 
     def scaled(self, factor: float, rounds: Table) -> RoundTimes:

@@ -246,7 +246,8 @@ def _normalizer(logits_V: jax.Array, axes: Axes) -> tuple[jax.Array, jax.Array]:
 
 @_normalizer.defjvp
 def _(axes: Axes, primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
-    (logits_V,), (tangent_V,) = primals, tangents
+    (logits_V,) = primals
+    (tangent_V,) = tangents
     top, log_total = _normalizer(logits_V, axes)
     prob_V = jnp.exp(logits_V - (top + log_total)[..., None])
     return (top, log_total), (jnp.zeros_like(top), jnp.sum(prob_V * tangent_V, axis=-1))

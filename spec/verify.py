@@ -99,9 +99,12 @@ def verify(
     max_nodes: int,
 ) -> tuple[KVCache, Pending, Slots, Drawn]:
     """Run one round: write pending entries, run all nodes, draw at every node, walk."""
-    M, B = len(nodes.tokens_M), len(slots.active)
+    M = len(nodes.tokens_M)
+    B = len(slots.active)
     cache = cache.written(pending)
-    trees, depth_M, of_slots = None, jnp.zeros(M, jnp.int32), slots
+    trees = None
+    depth_M = jnp.zeros(M, jnp.int32)
+    of_slots = slots
     if M == B:
         nodes = dataclasses.replace(nodes, tokens_M=slots.last_token)
     else:
@@ -121,7 +124,8 @@ def verify(
     )
     if trees is None:
         emitted_M = room_B > 0
-        count_B, last_B = emitted_M.astype(jnp.int32), tokens_M
+        count_B = emitted_M.astype(jnp.int32)
+        last_B = tokens_M
     else:
         # nothing after a rejected given token is right, even if the policy draws that token
         refused_M = False if nodes.given_M is None else (nodes.given_M >= 0) & ~reused_M
@@ -175,7 +179,8 @@ def _draw(
 
 def _parts(num_nodes: int, vocab_size: int) -> int:
     """Return the number of parts for computing logits: the fewest that are small enough."""
-    nodes, vocab = num_nodes // ways_in_use("batch"), vocab_size // ways_in_use("vocab")
+    nodes = num_nodes // ways_in_use("batch")
+    vocab = vocab_size // ways_in_use("vocab")
     at_once = LOGITS_AT_ONCE * (1 if platform_in_use() == "cpu" else ON_ACCELERATORS)
     min_parts = max(1, -(-nodes * vocab // at_once))
     return next((n for n in range(min_parts, 2 * min_parts) if nodes % n == 0), 1)
@@ -194,7 +199,8 @@ def _draw_part(
     drawn_M, logprobs_M = sampling.draw(processed_MV, keys_M, temperature_M, scheme, mass)
     if nodes.given_M is None:
         return drawn_M, logprobs_M, jnp.zeros(drawn_M.shape, bool)
-    given_M, min_logprob_M = nodes.given_M, nodes.min_logprob_M
+    given_M = nodes.given_M
+    min_logprob_M = nodes.min_logprob_M
     given_logprobs_M, possible_M = sampling.given_log_probs(
         logits_MV, processed_MV, mass, jnp.maximum(given_M, 0), temperature_M
     )
@@ -222,14 +228,14 @@ def decode(
     """
     room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
     start_B = jnp.where(room_B > 0, slots.length, cache.num_positions)
-    nodes = slots.last_token[:, None], slots.length[:, None], start_B
     adapted = lora.for_rows(config, params, _adapters(slots.adapter, slots, chunks))
     hidden_B1D, cache, entries = transformer.hidden_with_cache(
-        config, adapted, cache, *nodes, chunks
+        config, adapted, cache, slots.last_token[:, None], slots.length[:, None], start_B, chunks
     )
     hidden_BD = hidden_B1D[:, 0]
     of_chunks = None if chunks is None else entries.take(np.s_[:], cache.values[0].dtype)
-    roots, depth_B = packed_nodes.roots(slots.last_token), jnp.zeros_like(slots.length)
+    roots = packed_nodes.roots(slots.last_token)
+    depth_B = jnp.zeros_like(slots.length)
     tokens_B, logprobs_B, reused_B = _draw(
         config, params, _Undrawn(hidden_BD, roots, slots, depth_B), scheme
     )
@@ -388,9 +394,11 @@ def chunks_beside_roots(
     Returns what `verify_round` does, with [3, B + X] of `pack_draws`: the roots, then the tokens of
     the chunks (`chunks_alone`).
     """
-    B, chunks = len(slots.active), Chunks.of_table(chunks_TX, are_apart=True)
+    B = len(slots.active)
+    chunks = Chunks.of_table(chunks_TX, are_apart=True)
     cache = cache.written(pending)
-    roots, of_chunks = packed_nodes.roots(slots.last_token), _chunk_nodes(chunks, given_2X)
+    roots = packed_nodes.roots(slots.last_token)
+    of_chunks = _chunk_nodes(chunks, given_2X)
     room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
     length_B = jnp.where(room_B > 0, slots.length, 0)  # idle rows need not be read
     adapted = lora.for_rows(config, params, _adapters(slots.adapter, slots, chunks))

@@ -27,18 +27,22 @@ from numba.extending import intrinsic
 from reprise.models.kernels import cpu_sums, cpu_tiles
 from reprise.models.kernels.cpu_sums import fast
 
-EXTENSION, API, CONTEXT, NUM_INPUTS, INPUTS, NUM_OUTPUTS, OUTPUTS = (
-    1,
-    2,
-    3,
-    7,
-    9,
-    12,
-    14,
-)  # words of a call
-METADATA, METADATA_VERSION = 3, 3  # of the extension that queries the version; of its metadata
-API_VERSION, SCHEDULE, NUM_THREADS = 4, 17, 18  # words of the API
-KIND, DATA, SIZES = 2, 3, 5  # words of a buffer
+# words of a call
+EXTENSION = 1
+API = 2
+CONTEXT = 3
+NUM_INPUTS = 7
+INPUTS = 9
+NUM_OUTPUTS = 12
+OUTPUTS = 14
+METADATA = 3
+METADATA_VERSION = 3  # of the extension that queries the version; of its metadata
+API_VERSION = 4
+SCHEDULE = 17
+NUM_THREADS = 18  # words of the API
+KIND = 2
+DATA = 3
+SIZES = 5  # words of a buffer
 FLOAT32 = 11  # a value of KIND
 USERS, TAKEN, DONE, PARTS, CALL = range(5)  # words of shared memory
 MIN_PRODUCTS = 2**18  # to use several threads
@@ -189,17 +193,29 @@ def is_query(call):  # type: ignore[no-untyped-def]
 def begin(call, num_parts, num_products, task):  # type: ignore[no-untyped-def]
     """Return the address of new shared memory, after scheduling pool threads to take parts."""
     address = _malloc(80)
-    shared, given = words(address, 5), words(address + 40, 5)
+    shared = words(address, 5)
+    given = words(address + 40, 5)
     helpers = 0
     if num_products >= MIN_PRODUCTS:
         # size, extension, context, address of the result; the result, 1 without a pool
-        given[0], given[1], given[2], given[3], given[4] = 32, 0, call[CONTEXT], address + 72, 1
+        given[0] = 32
+        given[1] = 0
+        given[2] = call[CONTEXT]
+        given[3] = address + 72
+        given[4] = 1
         _invoke(words(call[API], 19)[NUM_THREADS], address + 40)
         helpers = min(given[4], num_parts) - 1
-    shared[USERS], shared[TAKEN], shared[DONE], shared[PARTS] = 2 + helpers, 0, 0, num_parts
+    shared[USERS] = 2 + helpers
+    shared[TAKEN] = 0
+    shared[DONE] = 0
+    shared[PARTS] = num_parts
     shared[CALL] = call.ctypes.data
     # size, extension, context, function, its argument
-    given[0], given[1], given[2], given[3], given[4] = 40, 0, call[CONTEXT], task, address
+    given[0] = 40
+    given[1] = 0
+    given[2] = call[CONTEXT]
+    given[3] = task
+    given[4] = address
     for _ in range(helpers):
         _invoke(words(call[API], 18)[SCHEDULE], address + 40)
     return address

@@ -32,9 +32,14 @@ def dots(a_h, bT_hS, first, start, end, out_V):  # type: ignore[no-untyped-def]
     """Compute out[s − first] = Σ_j a[j] · b[s, j] for s = start … end − 1, j in order."""
     out_V = out_V[start - first : end - first]
     for j in range(0, len(a_h), 4):
-        a0, a1, a2, a3 = a_h[j], a_h[j + 1], a_h[j + 2], a_h[j + 3]
-        b0, b1 = bT_hS[j, start:end], bT_hS[j + 1, start:end]
-        b2, b3 = bT_hS[j + 2, start:end], bT_hS[j + 3, start:end]
+        a0 = a_h[j]
+        a1 = a_h[j + 1]
+        a2 = a_h[j + 2]
+        a3 = a_h[j + 3]
+        b0 = bT_hS[j, start:end]
+        b1 = bT_hS[j + 1, start:end]
+        b2 = bT_hS[j + 2, start:end]
+        b3 = bT_hS[j + 3, start:end]
         if j == 0:
             out_V[:] = 0
         for s in range(end - start):
@@ -47,13 +52,19 @@ def mix(weight_V, b_Sh, first, start, end, out_h):  # type: ignore[no-untyped-de
     """Add Σ_s weight[s − first] · b[s] to out, for s = start … end − 1, in order."""
     fours = end - (end - start) % 4
     for s in range(start, fours, 4):
-        w0, w1 = weight_V[s - first], weight_V[s - first + 1]
-        w2, w3 = weight_V[s - first + 2], weight_V[s - first + 3]
-        b0, b1, b2, b3 = b_Sh[s], b_Sh[s + 1], b_Sh[s + 2], b_Sh[s + 3]
+        w0 = weight_V[s - first]
+        w1 = weight_V[s - first + 1]
+        w2 = weight_V[s - first + 2]
+        w3 = weight_V[s - first + 3]
+        b0 = b_Sh[s]
+        b1 = b_Sh[s + 1]
+        b2 = b_Sh[s + 2]
+        b3 = b_Sh[s + 3]
         for j in range(len(out_h)):
             out_h[j] = w3 * b3[j] + (w2 * b2[j] + (w1 * b1[j] + (w0 * b0[j] + out_h[j])))
     for s in range(fours, end):
-        b0, w0 = b_Sh[s], weight_V[s - first]
+        b0 = b_Sh[s]
+        w0 = weight_V[s - first]
         for j in range(len(out_h)):
             out_h[j] = w0 * b0[j] + out_h[j]
 
@@ -121,7 +132,8 @@ def _mix_tile(rows: int, vectors: int, size_bytes: int) -> Any:
         load = code.load if size_bytes == 4 else code.load_halves
 
         def add(s: Any, totals: list) -> list:
-            row, at = code.builder.mul(s, h), code.builder.mul(s, by_s)
+            row = code.builder.mul(s, h)
+            at = code.builder.mul(s, by_s)
             at_N = [code.builder.add(row, n) for n in starts]
             b_N = [load(code.place(b, 0, h, n, size_bytes)) for n in at_N]
             for y in range(rows):
@@ -151,10 +163,12 @@ def _line_dots(size_bytes: int) -> Any:
     def lines(a, h, num_queries, b, S, first, end, out, V):  # type: ignore[no-untyped-def]
         s = first
         while s < end and s + LINE <= S:
-            y, b_s = 0, b + size_bytes * s
+            y = 0
+            b_s = b + size_bytes * s
             is_long = num_queries < 4 and s + LINE < end and s + 2 * LINE <= S
             while y < num_queries:
-                a_y, out_y = a + 4 * y * h, out + 4 * (y * V + s)
+                a_y = a + 4 * y * h
+                out_y = out + 4 * (y * V + s)
                 if y + 4 <= num_queries:
                     dots_4(a_y, h, b_s, S, out_y, V, FETCHED)
                     y += 4
@@ -176,7 +190,8 @@ def _line_dots(size_bytes: int) -> Any:
     return lines
 
 
-_float_dots, _half_dots = _line_dots(4), _line_dots(2)
+_float_dots = _line_dots(4)
+_half_dots = _line_dots(2)
 
 
 @fast
@@ -185,8 +200,12 @@ def all_dots(a_Yh, bT_hS, first, end, out_YV, at):  # type: ignore[no-untyped-de
 
     Up to one more line is overwritten.
     """
-    (Y, h), S, V = a_Yh.shape, bT_hS.shape[1], out_YV.shape[1]
-    a, b, out = a_Yh.ctypes.data, bT_hS.ctypes.data, out_YV.ctypes.data + 4 * (at - first)
+    Y, h = a_Yh.shape
+    S = bT_hS.shape[1]
+    V = out_YV.shape[1]
+    a = a_Yh.ctypes.data
+    b = bT_hS.ctypes.data
+    out = out_YV.ctypes.data + 4 * (at - first)
     if bT_hS.itemsize == 4:
         s = _float_dots(a, h, Y, b, S, first, end, out, V)
     else:
@@ -214,7 +233,8 @@ def _vector_mix(size_bytes: int) -> Any:
             is_pair = y + 2 <= num_rows
             j = 0
             while j < h:
-                b_j, out_j = b + size_bytes * j, out + 4 * (y * h + j)
+                b_j = b + size_bytes * j
+                out_j = out + 4 * (y * h + j)
                 if j + 4 * VECTOR_LANES <= h:
                     if is_pair:
                         mix_2_4(w, by_y, by_s, b_j, h, out_j, count)
@@ -232,7 +252,8 @@ def _vector_mix(size_bytes: int) -> Any:
     return mixed
 
 
-_mix_floats, _mix_halves = _vector_mix(4), _vector_mix(2)
+_mix_floats = _vector_mix(4)
+_mix_halves = _vector_mix(2)
 
 
 @fast

@@ -18,7 +18,10 @@ from numba.extending import intrinsic
 
 LANES = 8
 LINE = 16  # numbers per line of memory
-FLOAT, HALF, WORD, INDEX = ir.FloatType(), ir.IntType(16), ir.IntType(64), ir.IntType(32)
+FLOAT = ir.FloatType()
+HALF = ir.IntType(16)
+WORD = ir.IntType(64)
+INDEX = ir.IntType(32)
 _BYTE = ir.IntType(8).as_pointer()
 _FETCH = "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [_BYTE, *[INDEX] * 3])
 
@@ -38,7 +41,8 @@ class Code:
     """A builder for the code of a tile."""
 
     def __init__(self, builder: Any, lanes: int) -> None:
-        self.builder, self.lanes = builder, lanes
+        self.builder = builder
+        self.lanes = lanes
         self.vector = ir.VectorType(FLOAT, lanes)
         self.zero = ir.Constant(self.vector, [0.0] * lanes)
 
@@ -57,7 +61,8 @@ class Code:
 
     def load_halves(self, address: Any) -> Any:
         """Load bfloat16 numbers, the upper halves of float32."""
-        b, words = self.builder, ir.VectorType(INDEX, self.lanes)
+        b = self.builder
+        words = ir.VectorType(INDEX, self.lanes)
         pointer = b.inttoptr(address, ir.VectorType(HALF, self.lanes).as_pointer())
         bits = b.zext(b.load(pointer, align=2), words)
         return b.bitcast(b.shl(bits, ir.Constant(words, [16] * self.lanes)), self.vector)
@@ -98,7 +103,8 @@ class Code:
     def cases(self, word: Any, bodies: Mapping[int, Callable[[], None]]) -> None:
         """Run the body for the value of a word, which must be a key of `bodies`."""
         b = self.builder
-        choice, after = b.block, b.append_basic_block("after")
+        choice = b.block
+        after = b.append_basic_block("after")
         never = b.append_basic_block("never")
         b.position_at_end(never)
         b.unreachable()
@@ -117,7 +123,8 @@ class Code:
     ) -> list[Any]:
         """Return the sums after `body(i, sums)` for i = 0, step … below count."""
         b = self.builder
-        before, loop = b.block, b.append_basic_block("terms")
+        before = b.block
+        loop = b.append_basic_block("terms")
         after = b.append_basic_block("sums")
         b.cbranch(b.icmp_unsigned("<", self.number(0), count), loop, after)
         b.position_at_end(loop)

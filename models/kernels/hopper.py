@@ -94,7 +94,8 @@ class WarpGroup:
     def product(self, x_Ri: Any, y_ref: Any, transposed: bool = False) -> jax.Array:
         """Multiply an array, or a shared-memory array, with a shared one; float32 [R, j]."""
         if self.interpreted:
-            x_Ri, y_ij = x_Ri[...], y_ref[...].T if transposed else y_ref[...]
+            x_Ri = x_Ri[...]
+            y_ij = y_ref[...].T if transposed else y_ref[...]
             plgpu.commit_smem()  # products of tensor cores read shared memory as copies do
             return jnp.dot(x_Ri, y_ij, preferred_element_type=jnp.float32)
         y_ref = plgpu.transpose_ref(y_ref, (1, 0)) if transposed else y_ref
@@ -149,7 +150,8 @@ class Softmax(NamedTuple):
     def joined(self, other: Softmax) -> Softmax:
         """Return the softmax over the keys of this softmax, then of the other."""
         top_R = jnp.maximum(self.top_R, other.top_R)
-        one_R, other_R = power_of_two(self.top_R - top_R), power_of_two(other.top_R - top_R)
+        one_R = power_of_two(self.top_R - top_R)
+        other_R = power_of_two(other.top_R - top_R)
         h = self.sum_Rh.shape[1]
         sum_Rh = self.sum_Rh * across(one_R, h) + other.sum_Rh * across(other_R, h)
         return Softmax(sum_Rh, top_R, self.total_R * one_R + other.total_R * other_R)

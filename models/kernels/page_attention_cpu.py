@@ -66,8 +66,9 @@ def attend(
     register()
     new = (x.astype(jnp.float32) for x in (q_XHh, k_XKh, v_XKh))
     call = jax.ffi.ffi_call(NAME, jax.ShapeDtypeStruct(q_XHh.shape, jnp.float32))
-    pages = keys_PKhT, values_PKTh, row_X, length_X, parent_X, table_BN
-    return call(*new, *pages).astype(v_XKh.dtype)
+    return call(*new, keys_PKhT, values_PKTh, row_X, length_X, parent_X, table_BN).astype(
+        v_XKh.dtype
+    )
 
 
 @fast
@@ -94,7 +95,8 @@ def _size(row_X, length_X, num_rows):  # type: ignore[no-untyped-def]
     num_before = 0
     end = 0
     while end < len(row_X):
-        begin, end = end, _run_end(row_X, end)
+        begin = end
+        end = _run_end(row_X, end)
         num_before = num_before if begin and row_X[begin - 1] == row_X[begin] else 0
         total += _positions(row_X, length_X, num_rows, begin, end, num_before)
         num_before += end - begin
@@ -122,14 +124,19 @@ def _path(parent_X, x, state_2, path_X):  # type: ignore[no-untyped-def]
     before, num = state_2
     state_2[0] = x
     if num and parent_X[x] == before:
-        path_X[num], state_2[1] = x, num + 1
+        path_X[num] = x
+        state_2[1] = num + 1
         return num
-    num, at = 1, parent_X[x]
+    num = 1
+    at = parent_X[x]
     while at >= 0:
-        num, at = num + 1, parent_X[at]
-    at, state_2[1] = x, num
+        num = num + 1
+        at = parent_X[at]
+    at = x
+    state_2[1] = num
     for p in range(num - 1, -1, -1):
-        path_X[p], at = at, parent_X[at]
+        path_X[p] = at
+        at = parent_X[at]
     return 0
 
 
@@ -145,8 +152,10 @@ def _scores(q_Yh, keys, table_BN, b, k, length, score_YV):  # type: ignore[no-un
 @fast
 def _mix(weight_YV, values, table_BN, b, k, length, num_queries, out_Yh):  # type: ignore[no-untyped-def]
     """Add the weighted values of the first `length` positions of row b."""
-    weight, out = weight_YV.ctypes.data, out_Yh.ctypes.data
-    V, h = weight_YV.shape[1], values.shape[3]
+    weight = weight_YV.ctypes.data
+    out = out_Yh.ctypes.data
+    V = weight_YV.shape[1]
+    h = values.shape[3]
     T = values.shape[2]
     for first in range(0, length, T):
         value = values[max(table_BN[b, first // T], 0), k].ctypes.data
@@ -168,22 +177,27 @@ def _attend(q_XHh, k_XKh, v_XKh, keys, values, places, table_BN, part, out_XHh):
     group = part // K
     total, num_runs = _size(row_X, length_X, B)
     num_groups = _num_groups(total, num_runs, H, K, h)
-    key_path_X, value_path_X = np.empty(X, np.int64), np.empty(X, np.int64)
-    key_path_2, value_path_2 = np.zeros(2, np.int64), np.zeros(2, np.int64)
-    keyT_hX, value_Xh = np.empty((h, X), np.float32), np.empty((X, h), np.float32)
+    key_path_X = np.empty(X, np.int64)
+    value_path_X = np.empty(X, np.int64)
+    key_path_2 = np.zeros(2, np.int64)
+    value_path_2 = np.zeros(2, np.int64)
+    keyT_hX = np.empty((h, X), np.float32)
+    value_Xh = np.empty((X, h), np.float32)
     q_Yh = np.empty((AT_ONCE * G, h), np.float32)
     num_seen = min(max(length_X.max(), 0), S) + X
     num_seen = (num_seen // LINE + 2) * LINE  # whole lines; a tile may write one more
     score_YV = np.empty((AT_ONCE * G, num_seen), np.float32)
     bits_V = np.empty(num_seen, np.int32)
     power_V = bits_V.view(np.float32)
-    out_Yh, total_Y = np.empty((AT_ONCE * G, h), np.float32), np.empty(AT_ONCE * G, np.float32)
+    out_Yh = np.empty((AT_ONCE * G, h), np.float32)
+    total_Y = np.empty(AT_ONCE * G, np.float32)
     scale = np.float32(1 / np.sqrt(h))
     before = 0
     num_before = 0
     end = 0
     while end < X:
-        begin, end = end, _run_end(row_X, end)
+        begin = end
+        end = _run_end(row_X, end)
         b = row_X[begin]
         num_before = num_before if begin and row_X[begin - 1] == b else 0
         is_mine = before * num_groups // total == group
@@ -194,7 +208,8 @@ def _attend(q_XHh, k_XKh, v_XKh, keys, values, places, table_BN, part, out_XHh):
         if b < 0 or b >= B:
             out_XHh[begin:end, k * G : (k + 1) * G] = 0
             continue
-        length, num_queries = min(max(length_X[begin], 0), S), (end - begin) * G
+        length = min(max(length_X[begin], 0), S)
+        num_queries = (end - begin) * G
         for y in range(num_queries):
             q_Yh[y] = q_XHh[begin + y // G, k * G + y % G]
         _scores(q_Yh[:num_queries], keys, table_BN, b, k, length, score_YV)
@@ -202,7 +217,8 @@ def _attend(q_XHh, k_XKh, v_XKh, keys, values, places, table_BN, part, out_XHh):
             for p in range(_path(parent_X, x, key_path_2, key_path_X), key_path_2[1]):
                 keyT_hX[:, p] = k_XKh[key_path_X[p], k]
             for g in range(G):
-                y, P = (x - begin) * G + g, key_path_2[1]
+                y = (x - begin) * G + g
+                P = key_path_2[1]
                 dots(q_XHh[x, k * G + g], keyT_hX, 0, 0, P, score_YV[y, length:])
                 score_V = score_YV[y, : length + P]
                 for s in range(length + P):
@@ -226,13 +242,17 @@ def _run(call, part):  # type: ignore[no-untyped-def]
     K = cpu_calls.sizes(call, 1, 3)[1]
     P, _, T, _ = cpu_calls.sizes(call, 4, 4)
     B, N = cpu_calls.sizes(call, 8, 2)
-    q, out = cpu_calls.floats(call, 0, (X, H, h)), cpu_calls.output(call, 0, (X, H, h))
-    k, v = cpu_calls.floats(call, 1, (X, K, h)), cpu_calls.floats(call, 2, (X, K, h))
+    q = cpu_calls.floats(call, 0, (X, H, h))
+    out = cpu_calls.output(call, 0, (X, H, h))
+    k = cpu_calls.floats(call, 1, (X, K, h))
+    v = cpu_calls.floats(call, 2, (X, K, h))
     places = _places(call)
     table = cpu_calls.integers(call, 8, (B, N))
-    key_shape, value_shape = (P, K, h, T), (P, K, T, h)
+    key_shape = (P, K, h, T)
+    value_shape = (P, K, T, h)
     if cpu_calls.number_bytes(call, 3) == 4:
-        keys, values = cpu_calls.floats(call, 3, key_shape), cpu_calls.floats(call, 4, value_shape)
+        keys = cpu_calls.floats(call, 3, key_shape)
+        values = cpu_calls.floats(call, 4, value_shape)
         _attend(q, k, v, keys, values, places, table, part, out)
     else:
         halves = cpu_calls.halves(call, 3, key_shape), cpu_calls.halves(call, 4, value_shape)
@@ -243,7 +263,8 @@ def _run(call, part):  # type: ignore[no-untyped-def]
 def _places(call):  # type: ignore[no-untyped-def]
     """Return the row, length and parent of each token."""
     X = cpu_calls.sizes(call, 0, 1)[0]
-    row, length = cpu_calls.integers(call, 5, X), cpu_calls.integers(call, 6, X)
+    row = cpu_calls.integers(call, 5, X)
+    length = cpu_calls.integers(call, 6, X)
     return row, length, cpu_calls.integers(call, 7, X)
 
 

@@ -78,15 +78,20 @@ class Blocks(NamedTuple):
 def blocks_of(table_BN: jax.Array, reads: Reads, num_pages: int, page_tokens: int) -> Blocks:
     """Return the blocks that tiles read."""
     table_NX = jnp.take(table_BN, reads.row_N, axis=0, mode="clip")
-    length_N, last_N, paths = reads.length_N, reads.last_N, reads.paths
-    each, (N, max_pages) = page_tokens // ROWS, table_NX.shape
+    length_N = reads.length_N
+    last_N = reads.last_N
+    paths = reads.paths
+    each = page_tokens // ROWS
+    N, max_pages = table_NX.shape
     num_paths_N1 = jnp.ones((N, 1), jnp.int32) if paths is None else paths.num_N[:, None]
     max_blocks = max_pages * each + (0 if paths is None else paths.blocks * paths.max_paths)
     whole_N1 = jnp.where(last_N > 0, length_N // ROWS, 0)[:, None]
     tail_N1 = jnp.maximum(-(-last_N[:, None] // ROWS) - whole_N1, 0)
     at_NL = jnp.broadcast_to(jnp.arange(max_blocks, dtype=jnp.int32), (N, max_blocks))
-    behind_NL, ways_N1 = jnp.maximum(at_NL - whole_N1, 0), jnp.maximum(num_paths_N1, 1)
-    nth_NL, path_NL = behind_NL // ways_N1, behind_NL % ways_N1
+    behind_NL = jnp.maximum(at_NL - whole_N1, 0)
+    ways_N1 = jnp.maximum(num_paths_N1, 1)
+    nth_NL = behind_NL // ways_N1
+    path_NL = behind_NL % ways_N1
     block_NL = jnp.where(at_NL < whole_N1, at_NL, whole_N1 + nth_NL)
     page_NL = jnp.clip(block_NL // each, 0, max_pages - 1)
     page_NL = jnp.maximum(jnp.take_along_axis(table_NX, page_NL, axis=1), 0)
@@ -120,14 +125,20 @@ def attend_tiles(
 
     A row sees the whole blocks of its tile, and other blocks of its path up to its position.
     """
-    Y, (P, _, T, _) = q_NKYh.shape[2], keys_PKTh.shape
+    Y = q_NKYh.shape[2]
+    P, _, T, _ = keys_PKTh.shape
     q_NKRh = jnp.pad(q_NKYh, ((0, 0), (0, 0), (0, ROWS - Y), (0, 0)))
-    numbers_NR = (
-        jnp.pad(x, ((0, 0), (0, ROWS - Y)), constant_values=-1) for x in (position_NY, path_NY)
-    )
-    rows = *numbers_NR, blocks_of(table_BN, reads, P, T), sides_SK64h
+    padding = (0, 0), (0, ROWS - Y)
     out_NKRh = _attend_blocks(
-        q_NKRh, keys_PKTh, values_PKTh, *rows, num_rows=Y, interpret=interpret
+        q_NKRh,
+        keys_PKTh,
+        values_PKTh,
+        jnp.pad(position_NY, padding, constant_values=-1),
+        jnp.pad(path_NY, padding, constant_values=-1),
+        blocks_of(table_BN, reads, P, T),
+        sides_SK64h,
+        num_rows=Y,
+        interpret=interpret,
     )
     return out_NKRh[:, :, :Y]
 
@@ -149,12 +160,14 @@ def _attend_blocks(
 
     With `is_partial`, return the softmax instead, float32 [N, K, R, h] and twice [N, K, R].
     """
-    (N, K, R, h), (P, _, T, _) = q_NKRh.shape, keys_PKTh.shape
+    N, K, R, h = q_NKRh.shape
+    P, _, T, _ = keys_PKTh.shape
     assert R == ROWS and values_PKTh.shape == keys_PKTh.shape == (P, K, T, h)
     assert q_NKRh.dtype == keys_PKTh.dtype == values_PKTh.dtype
     if why := takes(h, T, keys_PKTh.dtype):
         raise ValueError(why)
-    L, num_parts = blocks.number_NL.shape[1], blocks.bound_NX.shape[1] - 1
+    L = blocks.number_NL.shape[1]
+    num_parts = blocks.bound_NX.shape[1] - 1
     registers = WarpGroup(bool(interpret))
     rows = -(-num_rows // ROWS_AT_ONCE) * ROWS_AT_ONCE
     call = _Call(P, T, h, L, num_parts, rows, bool(sides_SK64h), registers)
@@ -177,8 +190,13 @@ def _attend_blocks(
         interpret=interpret,
         kernel_name="page_attention",
     )(
-        *(position_NR, path_NR, *(x.reshape(-1) for x in blocks)),
-        *(q_NKRh, keys_PKTh, values_PKTh, *sides_SK64h),
+        position_NR,
+        path_NR,
+        *(x.reshape(-1) for x in blocks),
+        q_NKRh,
+        keys_PKTh,
+        values_PKTh,
+        *sides_SK64h,
     )
     if num_parts > 1:
         num_N = jnp.sum(blocks.bound_NX[:, 1:] > blocks.bound_NX[:, :-1], axis=1, dtype=jnp.int32)
@@ -215,7 +233,8 @@ class _Call:
 
     def scratch(self) -> list[Any]:
         """Return queries, keys, values and sums in shared memory, and barriers of copies."""
-        D, h = self.buffers, self.head_dim
+        D = self.buffers
+        h = self.head_dim
         barriers = [plgpu.Barrier(num_barriers=many) for many in (1, D, D)]
         arrays = shared_tiles(ROWS, h), *[shared_tiles(D, ROWS, h)] * 2, shared_sums(ROWS, h)
         return [*arrays, *barriers]
@@ -267,7 +286,8 @@ class _Call:
         sum_Rh[...] = softmax.sum_Rh
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(sum_Rh.at[: self.num_rows], sums.at[place])
-        tops[place], totals[place] = softmax.top_R, softmax.total_R
+        tops[place] = softmax.top_R
+        totals[place] = softmax.total_R
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -276,20 +296,22 @@ def _part_kernel(call: _Call, *refs: Any) -> None:
     position_NR, path_NR, number_X, first_X, path_X, begins_X, bound_X, end_N, q = refs[:9]
     *arrays, q_Rh, keys_DSh, values_DSh, sum_Rh, of_queries, of_keys, of_values = refs[9:]
     num_sources = 4 if call.has_sides else 2
-    sources, results = arrays[:num_sources], arrays[num_sources:]
+    sources = arrays[:num_sources]
+    results = arrays[num_sources:]
     of_head, part, tile = (jax.lax.axis_index(x) for x in ("head", "part", "tile"))
     first = tile * call.max_blocks + bound_X[tile * (call.num_parts + 1) + part]
     steps = tile * call.max_blocks + bound_X[tile * (call.num_parts + 1) + part + 1] - first
-    registers, D = call.registers, call.buffers
+    registers = call.registers
+    D = call.buffers
 
     def fetch(step: jax.Array) -> None:
         @pl.when(step < steps)
         def _() -> None:
-            buffer, number = jax.lax.rem(step, D), number_X[first + step]
+            buffer = jax.lax.rem(step, D)
+            number = number_X[first + step]
             moving = (keys_DSh, of_keys), (values_DSh, of_values)
             for i, (to, barrier) in enumerate(moving):
-                at = to.at[buffer], barrier.at[buffer]
-                call.copy(number, of_head, sources[i::2], *at)
+                call.copy(number, of_head, sources[i::2], to.at[buffer], barrier.at[buffer])
 
     def masked(step: jax.Array, scores_RS: jax.Array) -> jax.Array:
         path_R = registers.along(path_NR.at[tile], axis=0)
@@ -299,7 +321,8 @@ def _part_kernel(call: _Call, *refs: Any) -> None:
         return jnp.where(seen_RS <= across(last_R, ROWS), scores_RS, NEGATIVE)
 
     def of_block(step: jax.Array, parts: Parts) -> Parts:
-        buffer, path = jax.lax.rem(step, D), path_X[first + step]
+        buffer = jax.lax.rem(step, D)
+        path = path_X[first + step]
         plgpu.barrier_wait(of_keys.at[buffer])
         scale = call.head_dim**-0.5 * LOG2_E
         scores_RS = registers.scores(q_Rh, keys_DSh.at[buffer], scale)
@@ -354,7 +377,8 @@ def attend_pages(
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the same as `page_attention_tpu.attend_pages`."""
-    (B, W, H, _), (P, K, T, h) = q_BWHh.shape, keys_PKTh.shape
+    B, W, H, _ = q_BWHh.shape
+    P, K, T, h = keys_PKTh.shape
     assert H % K == 0
     q_BKnRh = _row_tiles(q_BWHh, K)
     n = q_BKnRh.shape[2]
@@ -362,9 +386,13 @@ def attend_pages(
     row_N, length_N = (jnp.repeat(x, n) for x in (jnp.arange(B), length_B))
     blocks = blocks_of(table_BN, Reads(row_N, length_N, length_N), P, T)
     last_NR = jnp.broadcast_to(length_N[:, None] - 1, (B * n, ROWS)).astype(jnp.int32)
-    rows = last_NR, jnp.zeros_like(last_NR)
     results = _attend_blocks(
-        *(q_NKRh, keys_PKTh, values_PKTh, *rows, blocks),
+        q_NKRh,
+        keys_PKTh,
+        values_PKTh,
+        last_NR,
+        jnp.zeros_like(last_NR),
+        blocks,
         num_rows=min(ROWS, W * H // K),
         is_partial=True,
         interpret=interpret,

@@ -97,13 +97,16 @@ def attend_tiles(
     instead, float32 [N, K, X, h] and [N, K, X, l]: the top in lane 0, the total in other lanes.
     Table entries after the live entries are not read. Raises ValueError with the reason of `takes`.
     """
-    (N, K, X, h), (P, _, S, _) = q_NKXh.shape, keys_PKSh.shape
+    N, K, X, h = q_NKXh.shape
+    P, _, S, _ = keys_PKSh.shape
     assert values_PKSh.shape == keys_PKSh.shape == (P, K, S, h)
     assert q_NKXh.dtype == keys_PKSh.dtype == values_PKSh.dtype
     if why := takes(h, S, keys_PKSh.dtype):
         raise ValueError(why)
     call = Call.of(q_NKXh, table_BM, reads, buffers)
-    rows, sums, numbers = call.of_tile(K, X, h), call.of_tile(K, X, LANES), call.of_tile(X, 2)
+    rows = call.of_tile(K, X, h)
+    sums = call.of_tile(K, X, LANES)
+    numbers = call.of_tile(X, 2)
     number_NX2 = jnp.stack([position_NX, path_NX], axis=2)
     pages = [(ANYWHERE, keys_PKSh), (ANYWHERE, values_PKSh)]
     result = [(rows, q_NKXh.shape, q_NKXh.dtype)]
@@ -111,7 +114,8 @@ def attend_tiles(
         result = [(rows, q_NKXh.shape, jnp.float32), (sums, (N, K, X, LANES), jnp.float32)]
     out = call.run(
         partial(_kernel, call, len(result)),
-        *(table_BM, reads),
+        table_BM,
+        reads,
         [(rows, q_NKXh), (numbers, number_NX2), *pages],
         result,
         resident=NewTokens.inputs(source, q_NKXh.dtype),
@@ -122,12 +126,15 @@ def attend_tiles(
 
 
 def _kernel(call: Call, num_results: int, *refs: Any) -> None:
-    (table_X, scalars_X, q_ref, number_ref, *sources), rest = refs[:6], refs[6:]
+    table_X, scalars_X, q_ref, number_ref, *sources = refs[:6]
+    rest = refs[6:]
     tokens = None
     if call.path_pages:
-        (source_ZS, *new), rest = rest[:3], rest[3:]
+        source_ZS, *new = rest[:3]
+        rest = rest[3:]
         tokens = NewTokens(source_ZS, tuple(new))
-    (out_ref, *sums_ref), rest = rest[:num_results], rest[num_results:]
+    out_ref, *sums_ref = rest[:num_results]
+    rest = rest[num_results:]
     keys, values, *softmax, state, copied = rest
     pages = Pages.of_core(call, table_X, scalars_X, tuple(sources), (keys, values), copied, state)
     tile = _Tile(pages, q_ref, number_ref[0], tuple(softmax), tokens=tokens)
@@ -155,7 +162,8 @@ class _Tile:
 
     def attend(self) -> None:
         """Attend to all pages, and store the softmax of each head."""
-        pages, call = self.pages, self.pages.call
+        pages = self.pages
+        call = self.pages.call
         pl.when(pl.program_id(1) == 0)(pages.begin)
         for head in range(call.num_kv_heads):
             self._hold(head, Softmax.over_none(call.num_rows, call.head_dim))
@@ -170,11 +178,13 @@ class _Tile:
             ref[head] = x
 
     def _of_buffer(self, step: jax.Array, _: None) -> None:
-        pages, n = self.pages, self.pages.call.buffers.pages
+        pages = self.pages
+        n = self.pages.call.buffers.pages
         pages.fetch()
         first = step * n
         buffer = pages.take(first)
-        left, is_whole = pages.num(pages.tile) - first, first + n <= pages.whole(pages.tile)
+        left = pages.num(pages.tile) - first
+        is_whole = first + n <= pages.whole(pages.tile)
         if self.entry is not None:
             pl.when(left <= n)(partial(self.entry.begin, pages, buffer))
         pl.when(is_whole)(partial(self._whole, buffer))
@@ -195,9 +205,11 @@ class _Tile:
 
     def _masked(self, first: jax.Array, buffer: jax.Array, i: jax.Array, _: None) -> None:
         """Attend to page i of a buffer; rows may see only some of its positions."""
-        pages, page = self.pages, first + i
+        pages = self.pages
+        page = first + i
         whole = pages.whole(pages.tile)
-        (nth, path), is_whole = pages.place(pages.tile, page), page < whole
+        nth, path = pages.place(pages.tile, page)
+        is_whole = page < whole
         if self.tokens is not None:
             pl.when(jnp.logical_not(is_whole))(partial(self.tokens.put, pages, page, buffer, i))
         last_X1 = jnp.where(self.number_X2[:, 1:] == path, self.number_X2[:, :1], -1)
@@ -226,7 +238,8 @@ def attend_pages(
     They are float32 [B, W, H, h] and twice [B, W, H, 1]; 0, −1e30 and 0 if the length is 0. No
     length may exceed M·S. Otherwise as `attend_tiles`.
     """
-    (B, W, H, _), K = q_BWHh.shape, keys_PKSh.shape[1]
+    B, W, H, _ = q_BWHh.shape
+    K = keys_PKSh.shape[1]
     assert H % K == 0
     options: dict[str, Any] = dict(buffers=buffers, interpret=interpret)
     if halves := _halves(table_BM):
@@ -238,9 +251,16 @@ def attend_pages(
     q_BKXh = rows_by_head(q_BWHh, K)
     last_BX = jnp.broadcast_to(length_B[:, None] - 1, (B, q_BKXh.shape[2])).astype(jnp.int32)
     reads = Reads(jnp.arange(B), length_B, length_B)
-    rows = table_BM, last_BX, jnp.zeros_like(last_BX), reads
     out_BKXh, sums_BKXl = attend_tiles(
-        q_BKXh, keys_PKSh, values_PKSh, *rows, is_partial=True, **options
+        q_BKXh,
+        keys_PKSh,
+        values_PKSh,
+        table_BM,
+        last_BX,
+        jnp.zeros_like(last_BX),
+        reads,
+        is_partial=True,
+        **options,
     )
     sums_BWHl = heads_of_rows(sums_BKXl[..., :2], W, H)
     return heads_of_rows(out_BKXh, W, H), sums_BWHl[..., :1], sums_BWHl[..., 1:]
@@ -271,7 +291,8 @@ def append_and_attend(
     place. Slots of length 0 write nothing and get 0. No two slots may write to one page; positions
     after the entry in its page may change. Otherwise as `attend_pages`.
     """
-    (B, _, H, h), (P, K, S, _) = q_B1Hh.shape, keys_PKSh.shape
+    B, _, H, h = q_B1Hh.shape
+    P, K, S, _ = keys_PKSh.shape
     assert H % K == 0 and values_PKSh.shape == keys_PKSh.shape == (P, K, S, h)
     assert k_BKh.shape == v_BKh.shape == (B, K, h)
     if why := takes(h, S, keys_PKSh.dtype):
@@ -280,19 +301,29 @@ def append_and_attend(
     if halves := _halves(table_BM):
         outs = []
         for x in halves:
-            new, pages = (q_B1Hh[x], k_BKh[x], v_BKh[x]), (keys_PKSh, values_PKSh)
-            result = append_and_attend(*new, *pages, table_BM[x], length_B[x], **options)
+            result = append_and_attend(
+                q_B1Hh[x],
+                k_BKh[x],
+                v_BKh[x],
+                keys_PKSh,
+                values_PKSh,
+                table_BM[x],
+                length_B[x],
+                **options,
+            )
             out, keys_PKSh, values_PKSh = result
             outs.append(out)
         return jnp.concatenate(outs), keys_PKSh, values_PKSh
     q_BKXh = rows_by_head(q_B1Hh, K)
     reads = Reads(jnp.arange(B), length_B, length_B)
     call = Call.of(q_BKXh, table_BM, reads, buffers)
-    rows, entry = call.of_tile(*q_BKXh.shape[1:]), call.of_tile(K, 1, h)
+    rows = call.of_tile(*q_BKXh.shape[1:])
+    entry = call.of_tile(K, 1, h)
     stays = [(ANYWHERE, keys_PKSh), (ANYWHERE, values_PKSh)]
     out_BKXh, keys, values = call.run(
         partial(_append_kernel, call),
-        *(table_BM, reads),
+        table_BM,
+        reads,
         [(rows, q_BKXh), (entry, k_BKh[:, :, None]), (entry, v_BKh[:, :, None]), *stays],
         [(spec, x.shape, x.dtype) for spec, x in ((rows, q_BKXh), *stays)],
         in_place={3: 1, 4: 2},

@@ -112,7 +112,8 @@ class Call:
 
     def of_tile(self, *shape: int) -> pl.BlockSpec:
         """Return the part of an array for the current tile; the first axis is the tile."""
-        each, rest = self.grid[1], (0,) * len(shape)
+        each = self.grid[1]
+        rest = (0,) * len(shape)
         return pl.BlockSpec((1, *shape), lambda core, i, *_: (core * each + i, *rest))
 
     def run(
@@ -144,7 +145,8 @@ class Call:
             for width in (self.head_dim, LANES, LANES)
         ]
         buffers = pltpu.VMEM(self.buffer_shape, self.dtype)
-        state, copied = pltpu.SMEM((4,), jnp.int32), pltpu.SemaphoreType.DMA((self.buffers.num,))
+        state = pltpu.SMEM((4,), jnp.int32)
+        copied = pltpu.SemaphoreType.DMA((self.buffers.num,))
         call = pl.pallas_call(
             kernel,
             out_shape=tuple(
@@ -181,7 +183,10 @@ class Call:
     @property
     def vmem_bytes(self) -> int:
         """The bytes of buffers, queries and results (twice, for the pipeline), and scores."""
-        K, X, h, itemsize = self.num_kv_heads, self.num_rows, self.head_dim, self.dtype.itemsize
+        K = self.num_kv_heads
+        X = self.num_rows
+        h = self.head_dim
+        itemsize = self.dtype.itemsize
         buffers = 2 * math.prod(self.buffer_shape) * itemsize
         tile = K * X * (2 * h * itemsize + 3 * h * 4 + 4 * LANES * 4) + 2 * X * LANES * 4
         scores = 3 * min(K, 4) * X * self.buffers.pages * KEYS * 4
@@ -190,8 +195,11 @@ class Call:
     @property
     def cost(self) -> pl.CostEstimate:
         """The cost estimate for the compiler, an upper bound for full tables that are read once."""
-        S, h, itemsize = self.max_pages * KEYS, self.head_dim, self.dtype.itemsize
-        K, rows = self.num_kv_heads, self.num_kv_heads * self.num_rows
+        S = self.max_pages * KEYS
+        h = self.head_dim
+        itemsize = self.dtype.itemsize
+        K = self.num_kv_heads
+        rows = self.num_kv_heads * self.num_rows
         return pl.CostEstimate(
             flops=4 * self.num_slots * rows * S * h,
             transcendentals=self.num_slots * rows * S,
@@ -222,12 +230,15 @@ class Pages:
     @staticmethod
     def scalars(reads: Reads, max_positions: int) -> jax.Array:
         """Return the scalars of all tiles, [N · 7]."""
-        paths, last_N = reads.paths, jnp.minimum(reads.last_N, max_positions)
+        paths = reads.paths
+        last_N = jnp.minimum(reads.last_N, max_positions)
         whole_N = jnp.where(last_N > 0, jnp.minimum(reads.length_N, last_N) // KEYS, 0)
         num_N, first_N, held_N = jnp.ones_like(last_N), *[jnp.zeros_like(last_N)] * 2
         if paths is not None:
-            num_N, first_N = jnp.maximum(paths.num_N, 1), paths.first_N
-            held_N, last_N = reads.length_N % KEYS, reads.last_N  # paths may exceed the pages
+            num_N = jnp.maximum(paths.num_N, 1)
+            first_N = paths.first_N
+            held_N = reads.length_N % KEYS
+            last_N = reads.last_N  # paths may exceed the pages
         pages_N = whole_N + jnp.maximum(pl.cdiv(last_N, KEYS) - whole_N, 0) * num_N
         # in the order of the methods
         numbers = reads.row_N, whole_N, last_N, pages_N, num_N, first_N, held_N
@@ -262,7 +273,8 @@ class Pages:
 
     def place(self, tile: Any, page: Any) -> tuple[jax.Array, jax.Array]:
         """Return (page within its path, path) of a page that not every row sees in full."""
-        behind, paths = page - self.whole(tile), self._of(tile, 4)
+        behind = page - self.whole(tile)
+        paths = self._of(tile, 4)
         return jax.lax.div(behind, paths), jax.lax.rem(behind, paths)
 
     @staticmethod
@@ -277,8 +289,17 @@ class Pages:
     ) -> Pages:
         """Return the pages of the running core, at its current tile."""
         first = pl.program_id(0) * call.grid[1]
-        places = first + pl.program_id(1), first + call.grid[1]
-        return Pages(call, table_X, scalars_X, sources, buffers, semaphores, state, *places)
+        return Pages(
+            call,
+            table_X,
+            scalars_X,
+            sources,
+            buffers,
+            semaphores,
+            state,
+            first + pl.program_id(1),
+            first + call.grid[1],
+        )
 
     def begin(self) -> None:
         """Fetch all buffers that may be in flight while the first buffer is computed."""
@@ -290,7 +311,9 @@ class Pages:
 
     def fetch(self) -> None:
         """Start to copy the next pages of this core, if any remain, into the next buffer."""
-        tile, first, filled = self.state[0], self.state[1], self.state[2]
+        tile = self.state[0]
+        first = self.state[1]
+        filled = self.state[2]
 
         @pl.when(tile < self.end)
         def _() -> None:
@@ -308,7 +331,8 @@ class Pages:
 
     def take(self, first: jax.Array) -> jax.Array:
         """Wait for pages of the tile from `first` on; return their buffer, dead values set to 0."""
-        tile, taken = self.tile, self.state[3]
+        tile = self.tile
+        taken = self.state[3]
         self.state[3] = taken + 1
         buffer = jax.lax.rem(taken, self.call.buffers.num)
 

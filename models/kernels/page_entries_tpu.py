@@ -119,7 +119,8 @@ class Entry:
 
     def _place(self, pages: Pages) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the page of the entry in its slot, the first row of its copy, its row there."""
-        position, size = pages.last(pages.tile) - 1, self._rows(pages)
+        position = pages.last(pages.tile) - 1
+        size = self._rows(pages)
         at = jax.lax.rem(position, KEYS)
         first = jax.lax.div(at, size) * size
         return jax.lax.div(position, KEYS), pl.multiple_of(first, size), at - first

@@ -128,9 +128,12 @@ def _size(rows, outputs, size_bytes):  # type: ignore[no-untyped-def]
 
 def _totals(code: Code, vectors: list[Any]) -> list[Any]:
     """Return the sum of the lanes of each vector, adding halves of two vectors at a time."""
-    num, lanes, size = len(vectors), LINE, LINE
+    num = len(vectors)
+    lanes = LINE
+    size = LINE
     while size > 1:
-        half, starts = size // 2, range(0, 2 * lanes, size)
+        half = size // 2
+        starts = range(0, 2 * lanes, size)
         low, high = ([s + first + i for s in starts for i in range(half)] for first in (0, half))
         pairs = [
             (vectors[n], vectors[min(n + 1, len(vectors) - 1)]) for n in range(0, len(vectors), 2)
@@ -157,12 +160,14 @@ def _block(x, w, y, num_rows, inputs, width, num_outputs, size_bytes, low):  # t
     sums_N = np.empty(_MOST_ROWS * num_outputs * LINE if num_blocks > 1 else 0, np.float32)
     sums = sums_N.ctypes.data
     while r < num_rows:
-        rows, i = _MOST_ROWS, 0
+        rows = _MOST_ROWS
+        i = 0
         while rows > num_rows - r:
             rows //= 2
         inner_r = inner + 4 * r * ranks
         while i < inputs:
-            count, o = min(block_inputs, inputs - i), 0
+            count = min(block_inputs, inputs - i)
+            o = 0
             x_r = x + 4 * (r * inputs + i)
             is_later = int(i > 0)
             is_last = int(i + count == inputs)
@@ -215,10 +220,12 @@ def _run(call, part):  # type: ignore[no-untyped-def]
     num_outputs = cpu_calls.sizes(call, 1, 2)[0]
     size_bytes = cpu_calls.number_bytes(call, 1)
     of_outputs, _ = _parts(num_rows, num_outputs)
-    first, o = part // of_outputs * BLOCK_ROWS, part % of_outputs * _block_outputs(num_outputs)
+    first = part // of_outputs * BLOCK_ROWS
+    o = part % of_outputs * _block_outputs(num_outputs)
     low = 0, 0, 0
     if call[cpu_calls.NUM_INPUTS] > 2:
-        inner, up = cpu_calls.input_address(call, 2), cpu_calls.input_address(call, 3)
+        inner = cpu_calls.input_address(call, 2)
+        up = cpu_calls.input_address(call, 3)
         ranks = cpu_calls.sizes(call, 2, 2)[1]
         low = inner + 4 * first * ranks, up + size_bytes * o * ranks, ranks
     x = cpu_calls.input_address(call, 0) + 4 * first * inputs

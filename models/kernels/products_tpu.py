@@ -21,7 +21,9 @@ from jax.experimental.pallas import tpu as pltpu
 from reprise.models.kernels import softmax_tpu
 from reprise.models.kernels.softmax_tpu import LANES, LAST
 
-ROWS, OUTPUTS, INPUTS = 1024, 1024, 512  # of a block, at most
+ROWS = 1024
+OUTPUTS = 1024
+INPUTS = 512  # of a block, at most
 MIN_BLOCKS = 4
 VMEM_BYTES = 32 << 20
 
@@ -39,13 +41,15 @@ def product(
     x_RI: jax.Array, weight_OI: jax.Array, dtype: Any, *, interpret: Any = False
 ) -> jax.Array:
     """Return x · wᵀ of bfloat16 arrays, [R, O] of `dtype`, summed in float32."""
-    (num_rows, num_inputs), num_outputs = x_RI.shape, len(weight_OI)
+    num_rows, num_inputs = x_RI.shape
+    num_outputs = len(weight_OI)
     inputs = next(n for n in (INPUTS, INPUTS // 2, LANES) if num_inputs % n == 0)
     # several blocks of outputs, for both cores and for prefetching
     outputs = min(num_outputs, OUTPUTS, pl.cdiv(num_outputs, MIN_BLOCKS * LANES) * LANES)
     rows = min(ROWS, num_rows)
     grid = pl.cdiv(num_outputs, outputs), pl.cdiv(num_rows, rows), num_inputs // inputs
-    shape, item_bytes = (num_rows, num_outputs), jnp.dtype(dtype).itemsize
+    shape = (num_rows, num_outputs)
+    item_bytes = jnp.dtype(dtype).itemsize
     return pl.pallas_call(
         partial(_kernel, num_blocks=grid[2]),
         out_shape=jax.ShapeDtypeStruct(

@@ -97,11 +97,14 @@ def _num_segments(prompt_BT):  # type: ignore[no-untyped-def]
 @fast
 def _segment(prompt_BT, number):  # type: ignore[no-untyped-def]
     """Return the row of a segment, its first token and its end."""
-    b, first = 0, 0
+    b = 0
+    first = 0
     for _ in range(number + 1):
         if first == prompt_BT.shape[1]:
-            b, first = b + 1, 0
-        begin, first = first, first + 1
+            b = b + 1
+            first = 0
+        begin = first
+        first = first + 1
         while first < prompt_BT.shape[1] and prompt_BT[b, first] == prompt_BT[b, begin]:
             first += 1
     return b, begin, first
@@ -110,11 +113,14 @@ def _segment(prompt_BT, number):  # type: ignore[no-untyped-def]
 @fast
 def _ranges(prompt_T, branch_T, ranges_T3):  # type: ignore[no-untyped-def]
     """Fill in the shared range (first, end) of each token, and the first token of its response."""
-    own, shared, shared_end = 0, 0, 0
+    own = 0
+    shared = 0
+    shared_end = 0
     for t in range(len(prompt_T)):
         is_new = t == 0 or prompt_T[t] != prompt_T[t - 1] or branch_T[t] != branch_T[t - 1]
         if is_new and (t == 0 or prompt_T[t] != prompt_T[t - 1]):
-            shared, shared_end = t, t
+            shared = t
+            shared_end = t
         if is_new or prompt_T[t] <= 0:
             own = t
         if branch_T[t] == 0:
@@ -147,22 +153,32 @@ def _dots_of_block(a_TGh, bT_hT, ranges_T3, begin, end, out_YV):  # type: ignore
 @fast
 def _mix_of_block(weight_YV, b_Th, ranges_T3, begin, end, out_TGh):  # type: ignore[no-untyped-def]
     """Add the weighted tokens that the last token of a block sees to the rows of the block."""
-    (shared, shared_end, own), (_, G, h), V = ranges_T3[begin], out_TGh.shape, weight_YV.shape[1]
-    weight, out, num_rows = weight_YV.ctypes.data, out_TGh[begin].ctypes.data, (end - begin) * G
+    shared, shared_end, own = ranges_T3[begin]
+    _, G, h = out_TGh.shape
+    V = weight_YV.shape[1]
+    weight = weight_YV.ctypes.data
+    out = out_TGh[begin].ctypes.data
+    num_rows = (end - begin) * G
     for first in range(shared, shared_end, BLOCK):
-        b, count = b_Th[first].ctypes.data, min(BLOCK, shared_end - first)
+        b = b_Th[first].ctypes.data
+        count = min(BLOCK, shared_end - first)
         mix_all(weight + 4 * (first - shared), V, 1, b, h, out, num_rows, count, 4)
     weight += 4 * (shared_end - shared)
     for first in range(own, end, BLOCK):
-        b, count = b_Th[first].ctypes.data, min(BLOCK, end - first)
+        b = b_Th[first].ctypes.data
+        count = min(BLOCK, end - first)
         mix_all(weight + 4 * (first - own), V, 1, b, h, out, num_rows, count, 4)
 
 
 @fast
 def _spread(weight_YV, a_TGh, ranges_T3, begin, end, out_Th):  # type: ignore[no-untyped-def]
     """Add the weighted rows of a block to the tokens that its last token sees."""
-    (shared, shared_end, own), (_, G, h), V = ranges_T3[begin], a_TGh.shape, weight_YV.shape[1]
-    weight, a, num_rows = weight_YV.ctypes.data, a_TGh[begin].ctypes.data, (end - begin) * G
+    shared, shared_end, own = ranges_T3[begin]
+    _, G, h = a_TGh.shape
+    V = weight_YV.shape[1]
+    weight = weight_YV.ctypes.data
+    a = a_TGh[begin].ctypes.data
+    num_rows = (end - begin) * G
     out = out_Th.ctypes.data
     mix_all(weight, 1, V, a, h, out + 4 * shared * h, shared_end - shared, num_rows, 4)
     weight += 4 * (shared_end - shared)
@@ -190,7 +206,8 @@ def _heads(x_THh, k, out_TGh):  # type: ignore[no-untyped-def]
 @fast
 def _forward(q_THh, k_TKh, v_TKh, prompt_T, branch_T, k, out_THh, lse_HT):  # type: ignore[no-untyped-def]
     """Attend with the query heads of key/value head k in a segment."""
-    (T, H, h), K = q_THh.shape, k_TKh.shape[1]
+    T, H, h = q_THh.shape
+    K = k_TKh.shape[1]
     G = H // K
     ranges_T3 = np.empty((T, 3), np.int64)
     _ranges(prompt_T, branch_T, ranges_T3)
@@ -198,11 +215,15 @@ def _forward(q_THh, k_TKh, v_TKh, prompt_T, branch_T, k, out_THh, lse_HT):  # ty
     keyT_hT = np.ascontiguousarray(_head(k_TKh, k, np.empty((T, h), np.float32)).T)
     v_Th = _head(v_TKh, k, np.empty((T, h), np.float32))
     out_TGh = np.zeros((T, G, h), np.float32)
-    score_YV, bits_V = np.empty((AT_ONCE * G, T + LINE), np.float32), np.empty(T, np.int32)
-    power_V, total_Y = bits_V.view(np.float32), np.empty(AT_ONCE * G, np.float32)
-    scale, end = np.float32(1 / np.sqrt(h)), 0
+    score_YV = np.empty((AT_ONCE * G, T + LINE), np.float32)
+    bits_V = np.empty(T, np.int32)
+    power_V = bits_V.view(np.float32)
+    total_Y = np.empty(AT_ONCE * G, np.float32)
+    scale = np.float32(1 / np.sqrt(h))
+    end = 0
     while end < T:
-        begin, end = end, _block_end(ranges_T3, end)
+        begin = end
+        end = _block_end(ranges_T3, end)
         shared, shared_end, own = ranges_T3[begin]
         _dots_of_block(q_TGh, keyT_hT, ranges_T3, begin, end, score_YV)
         for y in range((end - begin) * G):
@@ -216,7 +237,8 @@ def _forward(q_THh, k_TKh, v_TKh, prompt_T, branch_T, k, out_THh, lse_HT):  # ty
             score_YV[y, len(score_V) : shared_end - shared + end - own] = 0
         _mix_of_block(score_YV, v_Th, ranges_T3, begin, end, out_TGh)
         for y in range((end - begin) * G):
-            t, out_h = begin + y // G, out_TGh[begin + y // G, y % G]
+            t = begin + y // G
+            out_h = out_TGh[begin + y // G, y % G]
             for j in range(h):
                 out_THh[t, k * G + y % G, j] = out_h[j] / total_Y[y]
 
@@ -226,7 +248,8 @@ def _backward(
     q_THh, k_TKh, v_TKh, prompt_T, branch_T, out_THh, lse_HT, dout_THh, k, dq_THh, dk_TKh, dv_TKh,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """Fill in the gradients of key/value head k and of its query heads in a segment."""
-    (T, H, h), K = q_THh.shape, k_TKh.shape[1]
+    T, H, h = q_THh.shape
+    K = k_TKh.shape[1]
     G = H // K
     ranges_T3 = np.empty((T, 3), np.int64)
     _ranges(prompt_T, branch_T, ranges_T3)
@@ -235,21 +258,29 @@ def _backward(
     k_Th = _head(k_TKh, k, np.empty((T, h), np.float32))
     keyT_hT = np.ascontiguousarray(k_Th.T)
     valueT_hT = np.ascontiguousarray(_head(v_TKh, k, np.empty((T, h), np.float32)).T)
-    dq_TGh, dk_Th = np.zeros((T, G, h), np.float32), np.zeros((T, h), np.float32)
+    dq_TGh = np.zeros((T, G, h), np.float32)
+    dk_Th = np.zeros((T, h), np.float32)
     dv_Th = np.zeros((T, h), np.float32)
     p_YV = np.empty((AT_ONCE * G, T + LINE), np.float32)
     ds_YV = np.empty_like(p_YV)
     bits_V = np.empty(T, np.int32)
-    power_V, scale, end = bits_V.view(np.float32), np.float32(1 / np.sqrt(h)), 0
+    power_V = bits_V.view(np.float32)
+    scale = np.float32(1 / np.sqrt(h))
+    end = 0
     while end < T:
-        begin, end = end, _block_end(ranges_T3, end)
-        (shared, shared_end, own), num_queries = ranges_T3[begin], (end - begin) * G
+        begin = end
+        end = _block_end(ranges_T3, end)
+        shared, shared_end, own = ranges_T3[begin]
+        num_queries = (end - begin) * G
         num_shared = shared_end - shared
         _dots_of_block(q_TGh, keyT_hT, ranges_T3, begin, end, p_YV)
         _dots_of_block(dout_TGh, valueT_hT, ranges_T3, begin, end, ds_YV)
         for y in range(num_queries):
-            t, head, seen = begin + y // G, k * G + y % G, num_shared + begin + y // G + 1 - own
-            p_V, ds_V = p_YV[y, :seen], ds_YV[y, :seen]
+            t = begin + y // G
+            head = k * G + y % G
+            seen = num_shared + begin + y // G + 1 - own
+            p_V = p_YV[y, :seen]
+            ds_V = ds_YV[y, :seen]
             delta = np.float32(0)
             for j in range(h):
                 delta += out_THh[t, head, j] * dout_TGh[t, y % G, j]
@@ -263,7 +294,8 @@ def _backward(
         _mix_of_block(ds_YV, k_Th, ranges_T3, begin, end, dq_TGh)
         _spread(ds_YV, q_TGh, ranges_T3, begin, end, dk_Th)
         _spread(p_YV, dout_TGh, ranges_T3, begin, end, dv_Th)
-    dk_TKh[:, k], dv_TKh[:, k] = dk_Th, dv_Th
+    dk_TKh[:, k] = dk_Th
+    dv_TKh[:, k] = dv_Th
     dq_THh[:, k * G : (k + 1) * G] = dq_TGh
 
 
@@ -272,7 +304,9 @@ def _run(call, part):  # type: ignore[no-untyped-def]
     """Compute a part of `forward`, which has two outputs, or of `backward`."""
     B, T, H, h = cpu_calls.sizes(call, 0, 4)
     K = cpu_calls.sizes(call, 1, 4)[2]
-    queries, keys, sums = (B, T, H, h), (B, T, K, h), (B, H, T)
+    queries = (B, T, H, h)
+    keys = (B, T, K, h)
+    sums = (B, H, T)
     prompt = cpu_calls.integers(call, 3, (B, T))
     head = part % K
     b, begin, end = _segment(prompt, part // K)

@@ -29,7 +29,8 @@ _MAX_PAIRS = 2**24  # in all rows; a list of 64 MiB
 
 def takes(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any) -> str | None:
     """Return why the kernel does not take [B, T, H, h] and [B, T, K, h]; None if it does."""
-    (B, T, H, h), K = q_shape, kv_shape[2]
+    B, T, H, h = q_shape
+    K = kv_shape[2]
     if jnp.dtype(dtype) != jnp.dtype(jnp.bfloat16):  # tensor cores multiply float32 as TF32
         return f"expected bfloat16, got {jnp.dtype(dtype).name}"
     if h not in (64, 128):
@@ -141,7 +142,9 @@ class _Sizes:
 
     def scratch(self, resident: int, moving: int, moving_sums: int = 0) -> tuple:
         """Return (shared memory, barrier) of arrays copied once, and of buffered arrays."""
-        D, C, h = _BUFFERS, _BLOCK_TOKENS, self.head_dim
+        D = _BUFFERS
+        C = _BLOCK_TOKENS
+        h = self.head_dim
         sums = plgpu.SMEM((D, C), jnp.float32)
         buffers = *[shared_tiles(D, C, h)] * moving, *[sums] * moving_sums
         once = tuple((shared_tiles(C, h), plgpu.Barrier()) for _ in range(resident))
@@ -160,8 +163,7 @@ def _run(
 ) -> Any:
     """Run a kernel for each block of queries and head, or block of keys and key/value head."""
     prompt_BT, branch_BT = (x.astype(jnp.int32) for x in places)
-    pairs = prompt_BT, branch_BT, _BLOCK_TOKENS, sizes.by_query
-    pair_X, _ = row_pairs.pair_list(*pairs)
+    pair_X, _ = row_pairs.pair_list(prompt_BT, branch_BT, _BLOCK_TOKENS, sizes.by_query)
     num_heads = sizes.num_heads if sizes.by_query else sizes.num_kv_heads
     return plgpu.kernel(
         partial(kernel, sizes, WarpGroup(bool(interpret))),
@@ -172,7 +174,13 @@ def _run(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name=f"row_attention{kernel.__name__.removesuffix('_kernel')}",
-    )(pair_X, row_pairs.block_bounds(*pairs), prompt_BT, branch_BT, *inputs)
+    )(
+        pair_X,
+        row_pairs.block_bounds(prompt_BT, branch_BT, _BLOCK_TOKENS, sizes.by_query),
+        prompt_BT,
+        branch_BT,
+        *inputs,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,8 +208,9 @@ class _Block:
         first = bound_X[row * (n + 1) + block]
         num_pairs = bound_X[row * (n + 1) + block + 1] - first
         num_steps = num_pairs if sizes.by_query else num_pairs * sizes.group
-        place = row, head, block
-        return _Block(sizes, registers, pair_X, prompt_BT, branch_BT, *place, first, num_steps)
+        return _Block(
+            sizes, registers, pair_X, prompt_BT, branch_BT, row, head, block, first, num_steps
+        )
 
     def at(self, x: Any, block: jax.Array | None = None, head: jax.Array | None = None) -> Any:
         """Return a block of [B, T, H, h], or of sums [B, H, T]; by default the current block."""
@@ -274,7 +283,8 @@ class _Block:
     def _masked(self, pair: jax.Array, scores: jax.Array) -> jax.Array:
         """Mask scores: a query sees earlier keys of its prompt, shared or of its response."""
         of_query, of_key = (0, 1) if self.sizes.by_query else (1, 0)
-        query, key = row_pairs.query_block(pair), row_pairs.key_block(pair)
+        query = row_pairs.query_block(pair)
+        key = row_pairs.key_block(pair)
 
         def along(places_BT: Any, block: jax.Array, axis: int) -> jax.Array:
             places = self.registers.along(places_BT.at[self.row, _tokens(block)], axis)
@@ -309,7 +319,8 @@ def _forward_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
     If segments start with blocks, the n-th block that a query sees has the positions from n · C.
     """
     *lists, q, k, v, out, lse, resident, moving = refs
-    block, h = _Block.of(sizes, registers, lists), sizes.head_dim
+    block = _Block.of(sizes, registers, lists)
+    h = sizes.head_dim
     ((q_Ch, _),) = resident
 
     def each(step: jax.Array, pair: jax.Array, ready: Callable, parts: Parts) -> Parts:
@@ -328,7 +339,9 @@ def _forward_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
 def _dq_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
     """Compute the gradients of queries."""
     *lists, q, k, v, dout, lse, delta, dq, resident, moving = refs
-    block, C, h = _Block.of(sizes, registers, lists), _BLOCK_TOKENS, sizes.head_dim
+    block = _Block.of(sizes, registers, lists)
+    C = _BLOCK_TOKENS
+    h = sizes.head_dim
     (q_Ch, _), (dout_Ch, _) = resident
     lse_C, delta_C = (registers.along(block.at(x), axis=0) for x in (lse, delta))
     lse_C = lse_C * LOG2_E
@@ -348,7 +361,9 @@ def _dq_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
 def _dkv_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
     """Compute dk and dv; scores are keys first, so no operand from registers is transposed."""
     *lists, q, k, v, dout, lse, delta, dk, dv, resident, moving = refs
-    block, S, h = _Block.of(sizes, registers, lists), _BLOCK_TOKENS, sizes.head_dim
+    block = _Block.of(sizes, registers, lists)
+    S = _BLOCK_TOKENS
+    h = sizes.head_dim
     (k_Sh, _), (v_Sh, _) = resident
 
     def each(_: jax.Array, pair: jax.Array, ready: Callable, carry: tuple) -> tuple:
@@ -362,6 +377,10 @@ def _dkv_kernel(sizes: _Sizes, registers: WarpGroup, *refs: Any) -> None:
         ds_SC = p_SC * (dp_SC - _down(delta_C))
         return registers.add_product(dk_Sh, ds_SC.astype(q.dtype), q_Ch), dv_Sh
 
-    copied = _with([k, v], resident), _with([q, dout, lse, delta], moving)
-    dk_Sh, dv_Sh = block.fold(*copied, each, (registers.full((S, h), 0.0),) * 2)
+    dk_Sh, dv_Sh = block.fold(
+        _with([k, v], resident),
+        _with([q, dout, lse, delta], moving),
+        each,
+        (registers.full((S, h), 0.0),) * 2,
+    )
     block.write([(dk, k_Sh, dk_Sh * sizes.scale), (dv, v_Sh, dv_Sh)])

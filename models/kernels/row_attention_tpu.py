@@ -47,7 +47,8 @@ _MAX_PAIRS = 2**17  # in all rows; half of the scalar memory
 
 def takes(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any) -> str | None:
     """Return why the kernel does not take [B, T, H, h] and [B, T, K, h]; None if it does."""
-    (B, T, H, h), K = q_shape, kv_shape[2]
+    B, T, H, h = q_shape
+    K = kv_shape[2]
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
         return f"expected float32 or bfloat16, got {jnp.dtype(dtype).name}"
     if h % 8 or h > 2 * LANES:
@@ -80,7 +81,9 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the attention of `models.row_attention`, [B, T, H, h], and log Σ e^score [B, H, T]."""
     call = _Call.of(q_BTHh, k_BTKh, prompt_BT, branch_BT, interpret)
-    q, k, v = call.queries(q_BTHh), call.keys(k_BTKh), call.keys(v_BTKh)
+    q = call.queries(q_BTHh)
+    k = call.keys(k_BTKh)
+    v = call.keys(v_BTKh)
     out, lse = call.run(
         _forward_kernel,
         by_query=True,
@@ -113,8 +116,11 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of queries, keys and values, from inputs and results of `forward`."""
     call = _Call.of(q_BTHh, k_BTKh, prompt_BT, branch_BT, interpret)
-    q, k, v = call.queries(q_BTHh), call.keys(k_BTKh), call.keys(v_BTKh)
-    dout, lse = call.queries(dout_BTHh), call.sums(lse_BHT)
+    q = call.queries(q_BTHh)
+    k = call.keys(k_BTKh)
+    v = call.keys(v_BTKh)
+    dout = call.queries(dout_BTHh)
+    lse = call.sums(lse_BHT)
     inputs = [(q, "queries"), (k, "keys"), (v, "keys"), (dout, "queries"), (lse, "sums")]
     dq, delta = call.run(
         _dq_kernel,
@@ -156,7 +162,8 @@ class _Call:
     def of(
         q_BTHh: jax.Array, k_BTKh: jax.Array, prompt_BT: jax.Array, branch_BT: jax.Array, how: Any
     ) -> _Call:
-        (B, T, H, h), K = q_BTHh.shape, k_BTKh.shape[2]
+        B, T, H, h = q_BTHh.shape
+        K = k_BTKh.shape[2]
         size = block_tokens(T, H // K, h)
         widths = (0, 0), (0, -T % size)
         prompt_BT, branch_BT = (
@@ -190,7 +197,9 @@ class _Call:
 
     def _specs(self, at: Callable) -> dict[str, pl.BlockSpec]:
         """Return the blocks of a step by kind of array; `at` gives the pair of a step."""
-        G, C, h = self.G, self.C, self.h
+        G = self.G
+        C = self.C
+        h = self.h
         return {
             "queries": pl.BlockSpec((1, 1, G, C, h), lambda b, k, *p: (b, k, 0, at(b, *p)[0], 0)),
             "keys": pl.BlockSpec((1, 1, C, h), lambda b, k, *p: (b, k, at(b, *p)[1], 0)),
@@ -210,8 +219,8 @@ class _Call:
         products: int,
     ) -> Any:
         """Run a kernel over the visible pairs, with all heads of a key/value head in a step."""
-        places = self.prompt_BT, self.branch_BT
-        pair_P, num_B = row_pairs.pair_list(*places, self.C, by_query)
+        places = [self.prompt_BT, self.branch_BT]
+        pair_P, num_B = row_pairs.pair_list(self.prompt_BT, self.branch_BT, self.C, by_query)
         P = len(pair_P) // self.B
 
         def at(b: jax.Array, p: jax.Array, pair_P: Any, num_B: Any) -> tuple[jax.Array, jax.Array]:
@@ -263,8 +272,10 @@ class _Step:
 
     @staticmethod
     def of(pair_P: Any, num_B: Any, num_pairs: int, block_of: Callable) -> _Step:
-        b, p = pl.program_id(0), pl.program_id(2)
-        at, num = b * num_pairs + p, num_B[b]
+        b = pl.program_id(0)
+        p = pl.program_id(2)
+        at = b * num_pairs + p
+        num = num_B[b]
         block = block_of(pair_P[at])
         before = block_of(pair_P[jnp.maximum(at - 1, 0)])
         behind = block_of(pair_P[b * num_pairs + jnp.minimum(p + 1, num_pairs - 1)])
@@ -287,8 +298,10 @@ class _Step:
 
     def _mask(self, of_queries: Any, of_keys: Any) -> jax.Array:
         """Return mask[s, c]: query c of the pair may see key s of the pair."""
-        prompt_1C, branch_1C = of_queries[0, 0:1, :], of_queries[0, 1:2, :]
-        prompt_S1, branch_S1 = of_keys[0, :, 0:1], of_keys[0, :, 1:2]
+        prompt_1C = of_queries[0, 0:1, :]
+        branch_1C = of_queries[0, 1:2, :]
+        prompt_S1 = of_keys[0, :, 0:1]
+        branch_S1 = of_keys[0, :, 1:2]
         shape = prompt_S1.shape[0], prompt_1C.shape[1]
         ahead = (row_pairs.key_block(self.pair) - row_pairs.query_block(self.pair)) * shape[0]
         key_SC, query_SC = (jax.lax.broadcasted_iota(jnp.int32, shape, i) for i in (0, 1))
@@ -340,7 +353,8 @@ def _dq_kernel(*refs: Any, num_pairs: int, group: int, scale: float) -> None:
             delta[0, 0, g : g + 1] = product(ones_8h, products_Ch, LAST)[:1]
 
     def each(masked: Callable) -> None:
-        k_Sh, v_Sh = k[0, 0], v[0, 0]
+        k_Sh = k[0, 0]
+        v_Sh = v[0, 0]
         for g in range(group):
             scores_SC = masked(product(k_Sh, q[0, 0, g], LAST) * scale)
             p_SC = jnp.exp(scores_SC - lse[0, 0, g : g + 1])
@@ -366,9 +380,11 @@ def _dkv_kernel(*refs: Any, num_pairs: int, group: int, scale: float) -> None:
         dv_Sh[...] = jnp.zeros_like(dv_Sh)
 
     def each(masked: Callable) -> None:
-        k_Sh, v_Sh = k[0, 0], v[0, 0]
+        k_Sh = k[0, 0]
+        v_Sh = v[0, 0]
         for g in range(group):
-            q_Ch, dout_Ch = q[0, 0, g], dout[0, 0, g]
+            q_Ch = q[0, 0, g]
+            dout_Ch = dout[0, 0, g]
             p_SC = jnp.exp(masked(product(k_Sh, q_Ch, LAST) * scale) - lse[0, 0, g : g + 1])
             dv_Sh[...] += product(p_SC.astype(dout_Ch.dtype), dout_Ch, PLAIN)
             dp_SC = product(v_Sh, dout_Ch, LAST)

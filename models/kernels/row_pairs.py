@@ -20,7 +20,8 @@ def seen_pairs(prompt_BT: jax.Array, branch_BT: jax.Array, size: int) -> jax.Arr
     branch = branch_BT.reshape(prompt.shape)
 
     def overlap(x_BnC: jax.Array) -> jax.Array:
-        low_Bn, high_Bn = x_BnC.min(axis=2), x_BnC.max(axis=2)
+        low_Bn = x_BnC.min(axis=2)
+        high_Bn = x_BnC.max(axis=2)
         return (low_Bn[:, :, None] <= high_Bn[:, None]) & (low_Bn[:, None] <= high_Bn[:, :, None])
 
     shared_Bn = branch.min(axis=2) == 0
@@ -34,7 +35,8 @@ def whole_pairs(prompt_BT: jax.Array, branch_BT: jax.Array, size: int) -> jax.Ar
     prompt, branch = (x.reshape(B, T // size, size) for x in (prompt_BT, branch_BT))
 
     def same(x_BnC: jax.Array) -> jax.Array:
-        low_Bn, high_Bn = x_BnC.min(axis=2), x_BnC.max(axis=2)
+        low_Bn = x_BnC.min(axis=2)
+        high_Bn = x_BnC.max(axis=2)
         of_one_Bn = low_Bn == high_Bn
         return of_one_Bn[:, :, None] & of_one_Bn[:, None] & (low_Bn[:, :, None] == low_Bn[:, None])
 
@@ -57,7 +59,8 @@ def pair_list(
     query_P, key_P = np.tril_indices(seen_Bnn.shape[1])
     if not by_query:
         order = np.lexsort((query_P, key_P))
-        query_P, key_P = query_P[order], key_P[order]
+        query_P = query_P[order]
+        key_P = key_P[order]
     seen_BP = seen_Bnn[:, query_P, key_P]
     pair_P = jnp.asarray((query_P << (BLOCK_BITS + 1)) + (key_P << 1), jnp.int32)
     pair_BP = pair_P + whole_Bnn[:, query_P, key_P].astype(jnp.int32)

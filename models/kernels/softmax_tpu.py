@@ -21,7 +21,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from reprise.models.kernels import LOG2_E, NEGATIVE, power_of_two
 
-LANES, SUBLANES = 128, 8
+LANES = 128
+SUBLANES = 8
 KEYS = LANES  # keys of a block
 LAST = (((1,), (1,)), ((), ()))  # x · yᵀ
 PLAIN = (((1,), (0,)), ((), ()))  # x · y
@@ -61,11 +62,10 @@ class Softmax(NamedTuple):
         blocks = [slice(i, i + KEYS) for i in range(0, len(values_Yh), KEYS)]
         tops = [jnp.round(jnp.max(scores_XY[:, x], axis=1, keepdims=True)) for x in blocks]
         for x, highest_X1 in zip(blocks, tops, strict=True):
-            before_Xl, top_Xl = top_Xl, jnp.maximum(top_Xl, highest_X1)
-            weights_XS, kept_Xl = (
-                jnp.exp2(scores_XY[:, x] - top_Xl),
-                power_of_two(before_Xl - top_Xl),
-            )
+            before_Xl = top_Xl
+            top_Xl = jnp.maximum(top_Xl, highest_X1)
+            weights_XS = jnp.exp2(scores_XY[:, x] - top_Xl)
+            kept_Xl = power_of_two(before_Xl - top_Xl)
             new_Xh = product(weights_XS.astype(values_Yh.dtype), values_Yh[x], PLAIN)
             sum_Xh = sum_Xh * wide(kept_Xl, new_Xh.shape[1]) + new_Xh
             total_Xl = total_Xl * kept_Xl + weights_XS
@@ -111,8 +111,10 @@ class KeysFirst(NamedTuple):
         blocks = [slice(i, i + KEYS) for i in range(0, len(scores_XC), KEYS)]
         tops = [jnp.round(jnp.max(scores_XC[x], axis=0, keepdims=True)) for x in blocks]
         for x, highest_1C in zip(blocks, tops, strict=True):
-            before_1C, top_1C = top_1C, jnp.maximum(top_1C, highest_1C)
-            weights_SC, kept_1C = jnp.exp2(scores_XC[x] - top_1C), power_of_two(before_1C - top_1C)
+            before_1C = top_1C
+            top_1C = jnp.maximum(top_1C, highest_1C)
+            weights_SC = jnp.exp2(scores_XC[x] - top_1C)
+            kept_1C = power_of_two(before_1C - top_1C)
             new_hC = product(values_Xh[x], weights_SC.astype(values_Xh.dtype), FIRST)
             sum_hC = sum_hC * kept_1C + new_hC
             total_SC = total_SC * kept_1C + weights_SC

@@ -48,7 +48,8 @@ def open_drafter(config: TrainConfig, inputs: Inputs) -> EagleWeights:
     """Return the initial drafter of a run; the first prompts determine a reduced vocabulary."""
     first = range(min(len(inputs.task), _VOCABULARY_PROMPTS))
     prompts = (inputs.encode(inputs.task[i], config.task) for i in first)
-    training, seed = config.drafter_training, config.run.seed
+    training = config.drafter_training
+    seed = config.run.seed
     return first_drafter(config.drafter, training, inputs.model, seed, prompts)
 
 
@@ -67,7 +68,8 @@ def first_drafter(
         drafter = eagle_files.load(options.directory, model)
         master = jax.tree.map(lambda p: p.astype(jnp.float32), drafter.params)
         return dataclasses.replace(drafter, params=master)
-    shape, ids_U = shape_of(options, training, model), None
+    shape = shape_of(options, training, model)
+    ids_U = None
     if shape.draft_vocab_size:
         ids_U = frequent_tokens(texts, model, shape.draft_vocab_size)
     return EagleWeights(shape, eagle.init(shape, jax.random.key(seed)), ids_U)
@@ -98,8 +100,12 @@ class DrafterRun(StepListener):
         spot: SpotTrainer | None,
         trainer_engine: Engine | None = None,
     ) -> None:
-        self.trainer, self.spot, self.trainer_engine = trainer, spot, trainer_engine
-        self._config, self._rl_step, self._first_step = config, 0, 0
+        self.trainer = trainer
+        self.spot = spot
+        self.trainer_engine = trainer_engine
+        self._config = config
+        self._rl_step = 0
+        self._first_step = 0
 
     @property
     def trains(self) -> bool:
@@ -110,7 +116,8 @@ class DrafterRun(StepListener):
         """Return a sink that stores hidden states of sampled requests of `step` for training."""
         if not self.trains:
             return None
-        config, buffer = self._config, self.trainer.buffer
+        config = self._config
+        buffer = self.trainer.buffer
         width = self.trainer.learned.config.hidden_width
         token_bytes = width * np.dtype(config.trainer.dtype).itemsize + np.dtype(np.int32).itemsize
         # in pipeline mode the previous step is still incomplete
@@ -166,7 +173,8 @@ class DrafterRun(StepListener):
         """Compile the training programs on every worker that may train."""
         if not self.trains:
             return
-        trainer, workers = self.trainer, engine.engines
+        trainer = self.trainer
+        workers = engine.engines
         if self.trainer_engine is not None:
             workers = [self.trainer_engine]  # other programs compile their programs
         for worker in workers if self.spot is not None else workers[:1]:
@@ -182,7 +190,8 @@ class DrafterRun(StepListener):
 
     def metrics(self, stats: EngineStats) -> dict[str, float]:
         """Return means over drafter steps since the last call, and the size of the buffer."""
-        rows, buffer = self.trainer.take_history(), self.trainer.buffer
+        rows = self.trainer.take_history()
+        buffer = self.trainer.buffer
         means = {
             f"drafter/{name}": float(np.mean([row[name] for row in rows]))
             for name in (rows[0] if rows else ())
@@ -215,7 +224,8 @@ class DrafterRun(StepListener):
                 pass
             else:
                 if newest.step > step:
-                    arrays, step = newest.arrays, newest.step
+                    arrays = newest.arrays
+                    step = newest.step
         self.trainer.load(arrays, step)
 
 
@@ -235,7 +245,8 @@ def open_run(
     train a drafter on the local responses, and only process 0 saves its drafter. Processes under
     one engine train one drafter together.
     """
-    options, deadline = config.drafter, Deadline(config.run.hang_limit_s, heartbeat)
+    options = config.drafter
+    deadline = Deadline(config.run.hang_limit_s, heartbeat)
     keeps = CheckpointConfig(keep=2, asynchronous=config.checkpoint.asynchronous)
     trainer = DrafterTrainer(
         options,
@@ -306,12 +317,14 @@ class DrafterStub:
     without values. `learned` has shapes instead of weights. Created by `open_stub`.
     """
 
-    trained_this_step, spot = False, None
+    trained_this_step = False
+    spot = None
 
     def __init__(
         self, learned: LearnedDrafter, template: DrafterState, *, waits_for_training: bool
     ) -> None:
-        self.learned, self.template = learned, template
+        self.learned = learned
+        self.template = template
         self.waits_for_training = waits_for_training
 
     def warm_up(self, engine: RolloutEngine, weights: Params) -> None:
@@ -337,7 +350,8 @@ AnyDrafter = DrafterRun | DrafterStub
 
 def open_stub(config: TrainConfig, inputs: Inputs) -> DrafterStub:
     """Return a placeholder for the drafter of the run; only shapes are read from its folder."""
-    options, training = config.drafter, config.drafter_training
+    options = config.drafter
+    training = config.drafter_training
 
     def state() -> DrafterState:
         start = first_drafter(options, training, inputs.model, config.run.seed, ())

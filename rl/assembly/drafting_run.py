@@ -31,7 +31,9 @@ from reprise.spec.budget.config import MODEL
 
 def make_planner(config: TrainConfig) -> Planner:
     """Return the planner of drafting workers for a run."""
-    settings, sched, max_nodes = config.drafting, config.sched, config.engine.max_nodes - 1
+    settings = config.drafting
+    sched = config.sched
+    max_nodes = config.engine.max_nodes - 1
     methods = methods_of(len(config.draft_model.each))
     window = settings.window or min(max_nodes, config.draft_model.max_depth)
     requests = min(config.rollout.num_requests, sched.workers * config.engine.max_slots)
@@ -113,7 +115,8 @@ def open_actors(
     from reprise.rl.cluster.ray_session import reserve
 
     count = config.drafting.workers * config.sched.devices_per_worker
-    start_s, wanted = 2 * config.cluster.deadline_s, f"Drafting.workers={config.drafting.workers}"
+    start_s = 2 * config.cluster.deadline_s
+    wanted = f"Drafting.workers={config.drafting.workers}"
     with reserve(count, wanted, start_s, devices=1) as room:
         with drafting_actors(config, policy, dtype, room, report) as actors:
             yield actors
@@ -127,7 +130,8 @@ def drafting_actors(
     report: Callable[[str], None],
 ) -> DraftingActors:
     """Return the drafting workers of a run, which start in the reservation `room`."""
-    folder, deadline_s = config.draft_model_folder, config.cluster.deadline_s
+    folder = config.draft_model_folder
+    deadline_s = config.cluster.deadline_s
     assert folder is not None and config.drafting.workers, "they draft with a draft model"
     planner = make_planner(config)
     planner.drafting_workers = config.drafting.workers

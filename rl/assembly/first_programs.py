@@ -48,10 +48,12 @@ def _node_sizes(config: TrainConfig) -> NodeSizes | None:
     """
     if config.speculation.budget != BANDIT:
         return None
-    engine, tuner = config.engine, config.tuner
+    engine = config.engine
+    tuner = config.tuner
 
     def nodes(num_slots: int) -> set[int]:
-        sizes, wanted = engine.node_sizes(num_slots), node_counts(tuner, num_slots)
+        sizes = engine.node_sizes(num_slots)
+        wanted = node_counts(tuner, num_slots)
         return {next((m for m in sizes if m >= count), sizes[-1]) for count in wanted if sizes}
 
     return nodes
@@ -66,7 +68,8 @@ def drafted_alone(config: TrainConfig) -> dict[str, Decisions]:
     """Return, by drafter name, the decisions for rounds that use only one on-device drafter."""
     max_tokens = config.engine.max_nodes - 1
     requested = {LEARNED: max_tokens, MODEL: min(config.draft_model.max_depth, max_tokens)}
-    sources, nodes = config.speculation.sources, _node_sizes(config)
+    sources = config.speculation.sources
+    nodes = _node_sizes(config)
     budget, fixed = config.speculation.budget_kind
 
     def decisions(most: int, num_slots: int) -> list[DraftDecision]:
@@ -124,7 +127,8 @@ def num_whole_model(config: TrainConfig, model: ModelConfig, *, is_cpu: bool) ->
     # a set size does not open a device
     chunk_tokens = config.engine.chunk_tokens(config.longest_tokens, is_cpu=is_cpu)
     settings = dataclasses.replace(config.engine, prefill_chunk_tokens=chunk_tokens)
-    runner, bounds = Engine(model, settings), rollout_reach(config)
+    runner = Engine(model, settings)
+    bounds = rollout_reach(config)
     return compile_buckets.num_whole_model(runner, config.sampling, bounds)
 
 
@@ -225,7 +229,8 @@ def warm_up_drafting(
     """Plan the number of drafting workers unless it is set; compile and time their programs."""
     from reprise.rl.drafting.plans import MeasuredSeconds
 
-    times, planner = speculation.times, drafting.planner
+    times = speculation.times
+    planner = drafting.planner
     assert times is not None and isinstance(engine, MultiEngine), "workers that draft"
     seconds = MeasuredSeconds(costs, times, drafting.longest_tokens / 2)
     planner.seconds = seconds

@@ -89,7 +89,8 @@ class RayWorkers:
 
         The measurements are written to `folder`.
         """
-        rounds, moves = folder / ROUNDS_FILE, folder / MOVES_FILE
+        rounds = folder / ROUNDS_FILE
+        moves = folder / MOVES_FILE
         known = rounds.read_text(encoding="utf-8") if rounds.is_file() else None
         with ThreadPoolExecutor(1) as thread:
             warming = thread.submit(self._warm_up, weights, bounds, known)
@@ -154,8 +155,11 @@ def open_workers(
     """
     from reprise.rl.cluster.ray_session import open_ray, reserve, share
 
-    cluster, sched, limit_s = config.cluster, config.sched, config.cluster.deadline_s
-    count, files = config.num_verifying, {POLICY: str(inputs.policy)}
+    cluster = config.cluster
+    sched = config.sched
+    limit_s = config.cluster.deadline_s
+    count = config.num_verifying
+    files = {POLICY: str(inputs.policy)}
     if (folder := config.draft_model_folder) is not None:
         files[DRAFT_MODEL] = str(folder)
     speculation_names = (config.speculation.budget, *config.speculation.sources)
@@ -163,7 +167,8 @@ def open_workers(
     settings = ActorSettings(files, limit_s, 2 * limit_s, say)
     with contextlib.ExitStack() as stack:
         stack.enter_context(open_ray(cluster.address, num_cpus(config), limit_s))
-        setting, start_s = f"Sched.workers={sched.workers}", 2 * limit_s
+        setting = f"Sched.workers={sched.workers}"
+        start_s = 2 * limit_s
         reserved = reserve(count, setting, start_s, devices=sched.devices_per_worker)
         room = stack.enter_context(reserved)
         drafting = stack.enter_context(open_actors(config, inputs.model, dtype, say))
@@ -284,7 +289,8 @@ def bounds(
 
     These are for rollouts, for evaluations on workers, and for drafter training by idle workers.
     """
-    options, spot = config.drafter, drafter is not None and drafter.spot is not None
+    options = config.drafter
+    spot = drafter is not None and drafter.spot is not None
     slots = config.engine
     sizes = buckets(slots.slot_bucket(slots.max_slots), slots.slot_bucket(1))
     num_evaluated = inputs.evals.num_questions * config.eval.samples
@@ -320,7 +326,8 @@ def open_history(
 
     Raises ProgramLost if a history worker cannot serve.
     """
-    count, limit_s = config.cluster.history_workers, config.cluster.deadline_s
+    count = config.cluster.history_workers
+    limit_s = config.cluster.deadline_s
     if config.speculation.history_source is None or not count:
         yield None
         return
@@ -342,7 +349,8 @@ class RayRunBuilder(RunBuilder):
 
     def drafter(self) -> AnyDrafter:
         """Set up training of the learned drafter on the trainer devices."""
-        shape, model = drafter_shape(self.config, self.inputs.model), self.inputs.model
+        shape = drafter_shape(self.config, self.inputs.model)
+        model = self.inputs.model
         assert shape is not None, "a drafter learns"
         options = {"dtype": recipe(self.config, model).trainer.dtype}
         options["feature_layers"] = shape.feature_layers
@@ -359,7 +367,8 @@ class RayRunBuilder(RunBuilder):
         self, dtype: Any, speculation: Speculation, drafter: AnyDrafter | None
     ) -> RolloutEngine:
         """Start Ray and its workers."""
-        config, say = self.config, self.show.message
+        config = self.config
+        say = self.show.message
         speculation.for_others = True
         if config.drafting.workers:
             speculation.apart_elsewhere = frozenset({MODEL})

@@ -176,7 +176,8 @@ class RunBuilder:
     @functools.cached_property
     def cache(self) -> RolloutCache:
         """Return the response cache; delete spill folders of processes that no longer exist."""
-        config, processes = self.config, self.partition.processes
+        config = self.config
+        processes = self.partition.processes
         run = Folder(self.folder, create=True)
         own = [spill_folder(index) for index in range(processes.count)]
         for name in run.names() if processes.is_first else ():
@@ -228,7 +229,8 @@ class RunBuilder:
         self, dtype: Any, speculation: Speculation, drafter: AnyDrafter | None
     ) -> RolloutEngine:
         """Return an engine on the trainer devices, or workers on separate devices."""
-        sched, options = self.config.sched, dict[str, Any]()
+        sched = self.config.sched
+        options = dict[str, Any]()
         if drafter is not None:
             options["feature_layers"] = drafter.learned.config.feature_layers
         if sched.has_trainer_devices:
@@ -263,9 +265,11 @@ class RunBuilder:
         Weights of a mesh are bound to their devices, so all other arrays must be there too. Unless
         0, `num_evaluated` is the number of requests of an engine that only evaluates.
         """
-        config, model = self.config, self.inputs.model
+        config = self.config
+        model = self.inputs.model
         own = self.partition.splits and not self.partition.processes.alone
-        mesh, settings = engine_mesh(config, model, self.mesh, own=own), config.engine
+        mesh = engine_mesh(config, model, self.mesh, own=own)
+        settings = config.engine
         if num_evaluated:
             ways = 1 if mesh is None else axis_ways(mesh.shape, "batch")
             settings = first_programs.evaluation_engine(config, num_evaluated, ways)
@@ -313,13 +317,16 @@ class RunBuilder:
 
     def rewards(self) -> Rewards:
         """Launch the reward workers; they start up while programs are traced."""
-        config, specs, rewards = self.config, self._specs, None
+        config = self.config
+        specs = self._specs
+        rewards = None
         if count := config.cluster.scorers:
             from reprise.rl.cluster.actors import ActorSettings
             from reprise.rl.cluster.ray_session import reserve
             from reprise.rl.rewards.scorers import Scorers
 
-            limit_s, cpus = config.cluster.deadline_s, config.reward.workers
+            limit_s = config.cluster.deadline_s
+            cpus = config.reward.workers
             setting = f"Cluster.scorers={count} of Reward.workers={cpus}"
             room = self.stack.enter_context(reserve(count, setting, 2 * limit_s, cpus=cpus))
             settings = ActorSettings({}, limit_s, 2 * limit_s, self.show.message)
@@ -337,7 +344,8 @@ class RunBuilder:
 
     def compile(self, system: System, state: TrainState) -> None:
         """Compile training, rollouts and evaluation."""
-        weights, learner = system.weights(state.params), system.learner
+        weights = system.weights(state.params)
+        learner = system.learner
         training = trainer.lowered(state, learner.shape, recipe=learner.recipe, base=learner.base)
         system.rewards.wait_started()
         bounds = first_programs.rollout_reach(self.config, self.partition)
@@ -397,13 +405,17 @@ def make_learner(
     config: TrainConfig, inputs: Inputs, mesh: Mesh | None
 ) -> tuple[Learner, TrainState]:
     """Load the policy, and return the learner and the sharded training state."""
-    spec, model = recipe(config, inputs.model), inputs.model
+    spec = recipe(config, inputs.model)
+    model = inputs.model
     dtype = jnp.float32 if model.lora is None else spec.trainer.dtype
     _, params = hf.load_pretrained(inputs.policy, mesh, dtype=dtype)
     values = critic.init(params, spec) if config.algorithm.resolved.needs_critic else None
-    reference, base, trained = None, None, params
+    reference = None
+    base = None
+    trained = params
     if model.lora is not None:
-        base, trained = params, lora.init(model, jax.random.key(config.run.seed), mesh)
+        base = params
+        trained = lora.init(model, jax.random.key(config.run.seed), mesh)
     if config.algorithm.needs_reference:
         reference = _reference(params, spec) if base is None else base
     state = init_state(trained, make_optimizer(config.optimizer, spec.total_steps))
@@ -428,7 +440,8 @@ def engine_mesh(
     if mesh is None:
         return None
     devices_here = own_devices(mesh) if own else list(mesh.devices.flat)
-    ways, tensor = config.mesh.fsdp * config.mesh.tensor, config.mesh.rollout_tensor
+    ways = config.mesh.fsdp * config.mesh.tensor
+    tensor = config.mesh.rollout_tensor
     return rollout_mesh(devices_here, model.num_kv_heads, ways, tensor)
 
 

@@ -106,7 +106,8 @@ class System:
         partition = self.partition
         if partition.processes.alone or not partition.is_central:
             return HostWeights(on_host(self.weights(params)))
-        dtype, keep = self.engine.dtype, self.processes.is_first
+        dtype = self.engine.dtype
+        keep = self.processes.is_first
         rounded = trainer.cast_params(self.learner.policy(params, dtype), dtype)
 
         def one(x: jax.Array) -> np.ndarray | None:
@@ -162,7 +163,8 @@ def rollout_weights(params: Params, engine: RolloutEngine, partition: Partition)
         rounded = trainer.cast_params(params, engine.dtype)
         copy: Params = host_copy(rounded, keep=partition.processes.is_first)
         return copy
-    place, mesh = one.mesh or one.device, jax.tree.leaves(params)[0].sharding.mesh
+    place = one.mesh or one.device
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
     theirs = [one.device] if one.mesh is None else one.mesh.devices.flat
     if more or not set(theirs) <= set(own_devices(mesh)):
         place = own_part(mesh)  # each engine copies the weights from there

@@ -91,8 +91,10 @@ class BestRecord:
         writes: bool = True,
         from_first: Callable[[Callable[[], bytes]], bytes] = lambda compute: compute(),
     ) -> None:
-        self._folder, self._asked = folder, asked
-        self._writes, self._from_first = writes, from_first
+        self._folder = folder
+        self._asked = asked
+        self._writes = writes
+        self._from_first = from_first
         self._lock = threading.Lock()
         self._committed: set[int] = set()
         self._candidate: Best | None = None
@@ -106,7 +108,8 @@ class BestRecord:
     def begin(self, step: int, evaluated: Sequence[Best]) -> bool:
         """Continue with the best `evaluated` step that has a checkpoint; False for a new record."""
         shared = json.loads(self._from_first(self._there))
-        same, steps = shared["record"].get("asked") == self._asked, shared["kept"]
+        same = shared["record"].get("asked") == self._asked
+        steps = shared["kept"]
         last_saved = [b for b in evaluated if same and b.step <= step and b.step in steps]
         with self._lock:
             self._committed.update(steps)
@@ -144,7 +147,8 @@ class BestRecord:
 
     def _settle(self) -> None:
         if self._candidate is not None and self._candidate.step in self._committed:
-            self._written, self._candidate = self._candidate, None
+            self._written = self._candidate
+            self._candidate = None
             self._write()
 
     def _write(self) -> None:

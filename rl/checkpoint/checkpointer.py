@@ -112,7 +112,8 @@ class Checkpointer:
         self._spared = spared
         self._keeps_all = keeps_all
         self._light = [f"{ARRAYS}/{path}" for path in light] + [f"{FILES_FOLDER}/"] * bool(light)
-        self._deadline, self._hangs = deadline or Deadline(), False
+        self._deadline = deadline or Deadline()
+        self._hangs = False
         self._parts_done = 0  # of all saves so far
         self._waited = 0  # number of waits for another process
         self._published: int | None = None  # the step of the last published save
@@ -199,13 +200,16 @@ class Checkpointer:
 
     def _take_turn(self) -> None:
         """Wait until this process writes no arrays to another directory."""
-        seen, since_s = None, time.monotonic()
+        seen = None
+        since_s = time.monotonic()
         while not _writing.acquire(timeout=POLL_S):
             other = _writer
-            now, now_s = None if other is None else other._progress(), time.monotonic()
+            now = None if other is None else other._progress()
+            now_s = time.monotonic()
             if now != seen:
                 self._deadline.heartbeat()
-                seen, since_s = now, now_s
+                seen = now
+                since_s = now_s
             elif now_s - since_s > self._deadline.hang_limit_s:
                 where = "another folder" if other is None else other.directory
                 raise Hang(
@@ -289,7 +293,8 @@ class Checkpointer:
         """Do `work` and exchange errors, so that all processes succeed or all raise."""
         if self._processes.alone:
             return work()
-        failed, done = None, None
+        failed = None
+        done = None
         try:
             done = work()
         except Exception as error:
@@ -364,7 +369,8 @@ class Checkpointer:
 
     def _hash_part(self, working: Path) -> None:
         """Write the entries of a part of the array files to a file for process 0."""
-        index, names = self._processes.index, manifest.list_files(working / ARRAYS)
+        index = self._processes.index
+        names = manifest.list_files(working / ARRAYS)
         part = names[index :: self._processes.count]
         entries = manifest.durable_entries(working / ARRAYS, part)
         replace_file(working / f"{_HASHES}{index}", json.dumps(entries))

@@ -51,7 +51,8 @@ class ArrayWriter:
 
     def wait_until_finished(self) -> None:
         """Wait for the writes of this process. Raises their error."""
-        writing, self._writing = self._writing, []
+        writing = self._writing
+        self._writing = []
         for future in writing:
             future.result()
 
@@ -135,7 +136,8 @@ def read_host(folder: Path) -> dict[str, Any]:
     arrays: dict[str, np.ndarray] = {}
     if (npz := folder / f"{_NAME}.npz").exists():
         with zipfile.ZipFile(npz) as packed:  # entries may unpack to any size, or overlap
-            entries, size_bytes = packed.infolist(), npz.stat().st_size
+            entries = packed.infolist()
+            size_bytes = npz.stat().st_size
         if any(e.compress_type for e in entries) or sum(e.file_size for e in entries) > size_bytes:
             raise ValueError(f"{npz}: expected arrays as they are, got compressed ones")
         with np.load(npz, allow_pickle=False) as archive:

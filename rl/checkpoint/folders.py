@@ -25,7 +25,9 @@ from reprise.rl.checkpoint import manifest
 
 _STEP = re.compile(r"step_(\d{8,})")
 _ABANDONED = re.compile(r"abandoned-step_(\d{8,})")
-_WORKING, _REPLACED, _TRASH = ".working-", ".replaced-", ".trash-"
+_WORKING = ".working-"
+_REPLACED = ".replaced-"
+_TRASH = ".trash-"
 _log = logging.getLogger(__name__)
 
 
@@ -84,7 +86,8 @@ def publish(directory: Folder, step: int, *, sets_aside: bool = True) -> None:
     """Rename the working folder of `step` to its checkpoint; `sets_aside` renames later steps."""
     for later in list_steps(directory) if sets_aside else ():
         if later > step:
-            name, tries = step_folder(directory.path, later).name, 1
+            name = step_folder(directory.path, later).name
+            tries = 1
             aside = f"abandoned-{name}"
             while directory.exists(aside):
                 tries += 1

@@ -61,7 +61,8 @@ def write_manifest(
     other processes, are not touched. Each file and folder is flushed to the disk first, then the
     manifest is renamed into place. Raises OSError, and ValueError for links.
     """
-    names, done = list_files(folder), done or {}
+    names = list_files(folder)
+    done = done or {}
     linked = [name for name in names if (folder / name).is_symlink()]
     if linked:
         raise ValueError(f"expected plain files in {folder}, got the link {linked[0]!r}: remove it")
@@ -134,7 +135,8 @@ def verify(folder: Path, *, contents: bool = True, part: tuple[int, int] = (0, 1
         payload = read_manifest(folder)
     except ManifestError as error:
         return [Problem(folder, MANIFEST_NAME, str(error))]
-    listed, dropped = payload["files"], tuple(payload["extra"].get(DROPPED, ()))
+    listed = payload["files"]
+    dropped = tuple(payload["extra"].get(DROPPED, ()))
     present = {name for name in list_files(folder) if not name.startswith(dropped)}
     names = sorted({*listed, *present})[part[0] :: part[1]]
 

@@ -17,7 +17,8 @@ from reprise.rl.checkpoint.folders import list_steps, step_folder
 from reprise.rl.checkpoint.manifest import Problem
 from reprise.rl.cluster.processes import ALONE, Processes
 
-ARRAYS, FILES_FOLDER = "arrays", "files"  # folders of a step; files are linked, not copied
+ARRAYS = "arrays"
+FILES_FOLDER = "files"  # folders of a step; files are linked, not copied
 _SHOWN = 5  # paths or problems named in one message
 PyTree = Any
 
@@ -129,14 +130,16 @@ def problems_of(
     ]
     answers = processes.gather_large(f"files of step {step}", json.dumps(own).encode())
     every = dict.fromkeys((file, what) for one in answers for file, what in json.loads(one))
-    problems, linked = list[Problem](), list[Problem]()
+    problems = list[Problem]()
+    linked = list[Problem]()
     for file, what in sorted(every):
         problem = Problem(folder, file, what)
         is_linked = problem.file.startswith(f"{FILES_FOLDER}/")
         (linked if is_linked else problems).append(problem)
     if not problems:
         extra = manifest.read_manifest(folder)["extra"]
-        arrays, what = extra.get("arrays"), ""
+        arrays = extra.get("arrays")
+        what = ""
         if extra.get("step") != step:
             what = f"expected a manifest of step {step}, found one of step {extra.get('step')}"
         elif manifest.DROPPED in extra and not subset:
@@ -244,5 +247,6 @@ def _fits(wanted: str | None, saved: str | None) -> bool:
     """Return whether a saved array has the wanted shape and type; all float types match."""
     if wanted is None or saved is None:
         return False
-    (one, shape), (other, saved_shape) = wanted.split("["), saved.split("[")
+    one, shape = wanted.split("[")
+    other, saved_shape = saved.split("[")
     return shape == saved_shape and (one == other or ("float" in one and "float" in other))

@@ -117,17 +117,24 @@ class Actor:
         restarts: bool = True,
         make_s: float | None = None,
     ) -> None:
-        self.name, self._label, self.where = name, name, ""
-        self._target, self._args, self._settings = target, args, settings
+        self.name = name
+        self._label = name
+        self.where = ""
+        self._target = target
+        self._args = args
+        self._settings = settings
         self._start_program = lambda: room.start(index, concurrency, target.rpartition(":")[2])
-        self._restarts, self._lock = restarts, threading.Lock()
+        self._restarts = restarts
+        self._lock = threading.Lock()
         self._make_s = settings.start_s if make_s is None else make_s
         self._calls = dict[_Call, None]()  # in call order
         self._done = queue.SimpleQueue[tuple[_Call, Future[Any]] | None]()
-        self._has_worked, self._is_closed = False, False
+        self._has_worked = False
+        self._is_closed = False
         self.handle: Handle | None = None  # of the present program, which may still be starting
         self.is_there = False
-        self.num_starts, self.pid = 0, 0
+        self.num_starts = 0
+        self.pid = 0
         self.fatal_error: ProgramLost | None = None
         threading.Thread(target=self._keep, name=name, daemon=True).start()
 
@@ -166,7 +173,8 @@ class Actor:
         if not call.future.set_running_or_notify_cancel():
             del self._calls[call]
             return
-        call.until_s, done = time.monotonic() + call.limit_s, self._done
+        call.until_s = time.monotonic() + call.limit_s
+        done = self._done
         try:
             sent = self.handle.submit(call.member, *call.args)
         except Exception as error:  # arguments that cannot be sent
@@ -183,9 +191,12 @@ class Actor:
     # -- the thread ---------------------------------------------------------------------
 
     def _keep(self) -> None:
-        num_vain, has_served = 0, False
+        num_vain = 0
+        has_served = False
         while self.fatal_error is None:
-            self._label, self._has_worked, self._done = self.name, False, queue.SimpleQueue()
+            self._label = self.name
+            self._has_worked = False
+            self._done = queue.SimpleQueue()
             error: Exception = RuntimeError("the run has ended")
             try:
                 self._open()
@@ -197,27 +208,31 @@ class Actor:
             self._lose(error, num_vain, has_served=has_served)
 
     def _open(self) -> None:
-        start_s, files = self._settings.start_s, self._settings.files
+        start_s = self._settings.start_s
+        files = self._settings.files
         handle = self._start_program()
         with self._lock:
             self.handle = handle
         if self._is_closed:
             return
         theirs, host, pid = _result(handle.submit("identity", files), start_s)
-        self.where, self.pid = f"{host}, process {pid}", pid
+        self.where = f"{host}, process {pid}"
+        self.pid = pid
         self._label = f"{self.name} ({self.where})"
         mine = {name: x for name, x in program_identity(files).items() if name in theirs}
         if wrong := mismatch([mine, theirs], ("the run", "it")):
             raise ValueError(wrong)
         _result(handle.submit("make", self._target, *self._args), self._make_s)
         with self._lock:
-            self.is_there, self.num_starts = True, self.num_starts + 1
+            self.is_there = True
+            self.num_starts = self.num_starts + 1
             for call in list(self._calls):
                 self._send(call)
 
     def _serve(self) -> None:
         """Serve until the actor is closed. Raises ActorDied or TimeoutError for a lost program."""
-        looked_s, deadline_s = time.monotonic(), self._settings.deadline_s
+        looked_s = time.monotonic()
+        deadline_s = self._settings.deadline_s
         ping_s = looked_s + deadline_s / BEATS
         while not self._is_closed:
             with contextlib.suppress(queue.Empty):
@@ -258,7 +273,8 @@ class Actor:
         lost.silent = isinstance(error, TimeoutError)
         with self._lock:
             self._kill()
-            self.handle, self.is_there = None, False
+            self.handle = None
+            self.is_there = False
             if self._is_closed or is_vain or not (has_served and self._restarts):
                 self.fatal_error = lost
             failed = [c for c in self._calls if self.fatal_error or c.until_s is not None]

@@ -43,7 +43,8 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         for field, hint in (("kind", Kind), ("rollouts", Rollouts)):
-            known, value = typing.get_args(hint), getattr(self, field)
+            known = typing.get_args(hint)
+            value = getattr(self, field)
             if value not in known:
                 raise ValueError(f"expected {field} of {', '.join(known)}, got {value!r}")
         if self.coordinator != AUTO:
@@ -106,7 +107,8 @@ def check(config: ClusterConfig) -> None:
     """Raise ValueError unless `process_id` and `num_processes` are set and valid, if needed."""
     if config.kind != "spmd" or config.coordinator == AUTO:
         return
-    count, number = config.num_processes, config.process_id
+    count = config.num_processes
+    number = config.process_id
     if count is None or number is None:
         raise ValueError(
             f"Cluster.coordinator={config.coordinator!r} needs Cluster.num_processes and, another "

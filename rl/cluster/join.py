@@ -24,7 +24,8 @@ from reprise.rl.cluster.relay import Relay
 from reprise.rl.runtime.run_files import code_digest
 
 MIN_JAX_S = 30  # for jax to start, once all processes have met, and to notice a loss
-POLICY, DRAFT_MODEL = "contents of Policy.directory", "contents of DraftModel.directory"
+POLICY = "contents of Policy.directory"
+DRAFT_MODEL = "contents of DraftModel.directory"
 NAME = "reprise"
 MAX_BYTES = 2**16  # of a message
 HELLO_S = 2.0  # for the first message on a connection
@@ -84,7 +85,8 @@ def join(config: ClusterConfig, identify: Callable[[], Mapping[str, str]]) -> Pr
     relay = _initialize(config)
     import jax
 
-    index, count = jax.process_index(), jax.process_count()
+    index = jax.process_index()
+    count = jax.process_count()
     if count == 1:
         return ALONE
     processes = Processes(index, count, JobStore(), config.deadline_s)
@@ -122,7 +124,8 @@ def mismatch(identities: Sequence[Mapping[str, str]], names: Sequence[str] = ())
     first = identities[0]
     for program, other in zip(names, identities, strict=True):
         for name in dict.fromkeys((*first, *other)):
-            expected, got = first.get(name, ""), other.get(name, "")
+            expected = first.get(name, "")
+            got = other.get(name, "")
             if expected == got:
                 continue
             if "\n" in expected:
@@ -232,7 +235,9 @@ def meet(config: ClusterConfig) -> None:
 def _lead(config: ClusterConfig, until_s: float) -> None:
     """Wait for the other processes, and send them the outcome."""
     assert config.num_processes is not None
-    num, numbers, wrong = config.num_processes, {0}, None
+    num = config.num_processes
+    numbers = {0}
+    wrong = None
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_listen(config))
         peers: list[socket.socket] = []
@@ -270,7 +275,8 @@ def _lead(config: ClusterConfig, until_s: float) -> None:
 
 def _follow(config: ClusterConfig, until_s: float) -> None:
     """Send the number of this process, and receive the outcome."""
-    where, limit = f"Cluster.coordinator={config.coordinator!r}", f"{config.deadline_s:g} s"
+    where = f"Cluster.coordinator={config.coordinator!r}"
+    limit = f"{config.deadline_s:g} s"
     while True:
         try:
             address = config.host, config.port

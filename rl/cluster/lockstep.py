@@ -17,7 +17,8 @@ from typing import Self
 from reprise.rl.cluster.processes import Processes
 
 PREFIX = "reprise/lockstep/"
-LAUNCHES, LINES = f"{PREFIX}launches/", f"{PREFIX}lines/"
+LAUNCHES = f"{PREFIX}launches/"
+LINES = f"{PREFIX}lines/"
 BEAT_S = 0.5  # between two comparisons
 KEPT = 4096  # launches that a process remembers
 SHOWN = 256  # last launches of process 0 in the store
@@ -39,7 +40,9 @@ class LockstepWatch:
         *,
         beat_s: float = BEAT_S,
     ) -> None:
-        self._processes, self._differs, self._beat_s = processes, differs, beat_s
+        self._processes = processes
+        self._differs = differs
+        self._beat_s = beat_s
         self._number = itertools.count(1)
         # appended to by the engine thread, copied by the watching thread
         self._launches: collections.deque[tuple[int, int, object]]
@@ -75,7 +78,8 @@ class LockstepWatch:
 
     def _compare(self) -> str | None:
         """Compare once; return the line of a difference that any process has found, or None."""
-        store, index = self._processes.store, self._processes.index
+        store = self._processes.store
+        index = self._processes.index
         if index == 0:
             last = list(self._launches.copy())[-SHOWN:]
             store.set(f"{LAUNCHES}0", json.dumps([[n, d, _text(w)] for n, d, w in last]).encode())
@@ -90,7 +94,8 @@ class LockstepWatch:
         first = {n: (digest, text) for n, digest, text in json.loads(shown)}
         for n, digest, what in self._launches.copy():
             if n in first and first[n][0] != digest:
-                own, other = _text(what), first[n][1]
+                own = _text(what)
+                other = first[n][1]
                 other = "the same with other contents" if own == other else other
                 return (
                     f"process {self._processes.index} diverged in launch {n}: {own}; process 0: "

@@ -24,7 +24,8 @@ BEATING = 64
 LEAVING_S = 4.0  # for the main thread to react to a lost process, before `end` is called
 LARGE_BYTES = 2**20  # from this size on, values use the network of the devices
 SHOWN = 4  # requests in one message
-PULSE, GATHER = "reprise/pulse/", "reprise/gather/"
+PULSE = "reprise/pulse/"
+GATHER = "reprise/gather/"
 FIRST_IS_LOST = "process 0, which holds the run together, is lost"
 
 
@@ -71,9 +72,12 @@ class Processes:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert (store is None) == (count == 1) and 0 <= index < count
-        self.index, self.count = index, count
+        self.index = index
+        self.count = count
         self.end: Callable[[str], object] = lambda text: None
-        self._given, self._deadline_s, self._clock = store, deadline_s, clock
+        self._given = store
+        self._deadline_s = deadline_s
+        self._clock = clock
         self._numbers: dict[str, int] = {}  # of the last `gather`, by line
         self._beat_s = min(deadline_s / BEATS, BEAT_S * max(1.0, count / BEATING))
         self._own: dict[str, object] = {"beat": 0, "asked": False, "failed": None, "done": False}
@@ -81,7 +85,8 @@ class Processes:
         self._lost: ProcessLost | None = None
         self._has_store = True
         self._left: set[int] = set()  # processes that have departed
-        self._over, self._lock = threading.Event(), threading.Lock()
+        self._over = threading.Event()
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     @property
@@ -322,7 +327,8 @@ ALONE = Processes()
 
 def difference(tables: Sequence[Sequence[Sequence[str]]]) -> str:
     """Describe where tables of (name, digest) differ from the table of process 0."""
-    first, result = tables[0], list[str]()
+    first = tables[0]
+    result = list[str]()
     for index, table in enumerate(tables):
         pairs = itertools.zip_longest(first, table, fillvalue=("nothing", ""))
         wrong = [(i, a, b) for i, (a, b) in enumerate(pairs) if list(a) != list(b)]

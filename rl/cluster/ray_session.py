@@ -147,7 +147,8 @@ def open_ray(address: str | None, num_cpus: int, deadline_s: float) -> Iterator[
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
     """Let started programs find this checkout; restore PYTHONPATH and SIGTERM at the exit."""
-    handler, path = signal.getsignal(signal.SIGTERM), os.environ.get("PYTHONPATH")
+    handler = signal.getsignal(signal.SIGTERM)
+    path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), path]))
     try:
         yield
@@ -204,7 +205,8 @@ def fetch(references: Sequence[Any], limit_s: float) -> list[Any]:
 
     if not ray.is_initialized():  # else Ray would start by itself
         return [ProgramLost("Ray is closed") for _ in references]
-    values, all_of = list[Any](), len(references)
+    values = list[Any]()
+    all_of = len(references)
     come, _ = ray.wait(list(references), num_returns=all_of, timeout=limit_s, fetch_local=True)
     for reference in references:
         try:

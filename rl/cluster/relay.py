@@ -29,8 +29,10 @@ class Relay:
     """
 
     def __init__(self, address: tuple[str, int], deadline_s: float) -> None:
-        self._address, self._deadline_s = address, deadline_s
-        self._lost, self._watched = threading.Event(), threading.Event()
+        self._address = address
+        self._deadline_s = deadline_s
+        self._lost = threading.Event()
+        self._watched = threading.Event()
         self._clients = list[socket.socket]()  # held here to stay open
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind("")  # Linux picks a name without a file, which bypasses proxies

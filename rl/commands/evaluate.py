@@ -88,7 +88,8 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Evaluation:
         raise ConfigError(f"--output: there is no folder {Path(args.output).absolute().parent}")
     if not config.eval.num_prompts:
         raise ConfigError("Eval.num_prompts is 0, which evaluates nothing: set it to 1 or more")
-    directory, lora = args.policy or config.policy.directory, config.policy.lora
+    directory = args.policy or config.policy.directory
+    lora = config.policy.lora
     policy, model, tokenizer = open_policy(directory, config.task, None if args.policy else lora)
     check_lengths(config, model)
     check_layout(config, model)
@@ -176,7 +177,8 @@ def _respond(
     from reprise.rl.learner.trainer import cast_params
     from reprise.rl.settings.config import recipe
 
-    config, inputs = job.config, job.inputs
+    config = job.config
+    inputs = job.inputs
     dtype = recipe(config, inputs.model).trainer.dtype
     engine = Engine(inputs.model, config.engine, dtype=dtype, mesh=mesh)
     scorer = Scorer(inputs.tokenizer, pool, lambda: None, config.eval.samples)
@@ -209,7 +211,8 @@ def table(result: dict[str, Any]) -> str:
     rows = [["set", "questions", "reward", *passes, "length", "truncated"]]
     for name, row in [*result["sets"].items(), ("all", overall)]:
         figures = [plus_minus(row, figure) for figure in ("mean_reward", *passes)]
-        length, cut = f"{row['mean_length']:.1f}", f"{row['truncated']:.3f}"
+        length = f"{row['mean_length']:.1f}"
+        cut = f"{row['truncated']:.3f}"
         rows.append([name, str(row["questions"]), *figures, length, cut])
     step = result["checkpoint_step"]
     head = [f"policy     {result['policy']}" + ("" if step is None else f", step {step}")]

@@ -82,7 +82,8 @@ def command_line() -> argparse.ArgumentParser:
 
 def _export(args: argparse.Namespace) -> list[str]:
     """Write a policy folder; return the lines to print."""
-    source, target = Path(args.source), Path(os.path.abspath(args.output))
+    source = Path(args.source)
+    target = Path(os.path.abspath(args.output))
     if args.engine != "sglang":
         raise ConfigError("--engine is of drafters: leave it out without --drafter")
     layout = Layout(args.dtype, args.max_shard_bytes)
@@ -143,7 +144,8 @@ def _export_drafter(args: argparse.Namespace) -> list[str]:
     from reprise.rl.drafter_training import export as drafter_folder
     from reprise.rl.export import exports
 
-    run, target = Path(args.source), Path(os.path.abspath(args.output))
+    run = Path(args.source)
+    target = Path(os.path.abspath(args.output))
     if not (run / CONFIG_FILE).is_file():
         raise ConfigError(f"--drafter: expected a run folder, found no {CONFIG_FILE} in {run}")
     parser = command_line()

@@ -79,7 +79,8 @@ def policy_shape(directory: str, gin_files: Sequence[str]) -> ModelConfig:
 
     The latter has no weights, and is next to a configuration file or in configs/real.
     """
-    policy, name = resolve_path(directory), Path(directory).name
+    policy = resolve_path(directory)
+    name = Path(directory).name
     nearby = [resolve_path(file).parent / name for file in gin_files]
     places = policy, *nearby, resolve_path(SHIPPED / name)
     return hf.shape(next((folder for folder in places if folder.exists()), policy))

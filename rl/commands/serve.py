@@ -130,7 +130,8 @@ def _open(args: argparse.Namespace, overrides: Sequence[str]) -> Any:
         raise ValueError("Policy.lora_rank=0: expected at least 1: clients train adapters")
     tokenizer = args.tokenizer or str(resolve_path(args.policy).absolute())
     served = Served(policy, args.name or args.policy, tokenizer)
-    records, stream = Records(Path(args.folder)), policy.stream(args.adapters, say)
+    records = Records(Path(args.folder))
+    stream = policy.stream(args.adapters, say)
     with progress() as show:
         stream.warm_up(partial(show.compiling, "samples"))
     return make_app(served, stream, records, os.environ.get(KEY), _hosts(args.host))

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     Model: TypeAlias = str
     Policy: TypeAlias = str
 else:  # names in tables, known only at run time
-    Device, Model = Literal[tuple(ACCELERATORS)], Literal[tuple(MODELS)]
+    Device = Literal[tuple(ACCELERATORS)]
+    Model = Literal[tuple(MODELS)]
     Policy = Literal[POLICIES]
 
 POLICIES_SETTING = "Simulate.policies"
@@ -164,7 +165,8 @@ def lengths_of_run(folder: str | Path, step: int, scale: float) -> np.ndarray:
 
 def rollout_of(config: SimulateRun, seed: int) -> tuple[Workload, np.ndarray]:
     """Return the rollout of a seed, with drawn lengths or the lengths of the configured run."""
-    workload, simulate = config.workload, config.simulate
+    workload = config.workload
+    simulate = config.simulate
     if simulate.trace is None:
         return workload, draw_lengths(workload, seed=seed)
     lengths = lengths_of_run(simulate.trace, simulate.trace_step, simulate.trace_scale)
@@ -280,7 +282,8 @@ def figure(records: Mapping[str, Record], path: Path, title: str) -> None:
             look: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "cmap": "Blues"}
             look |= {"extent": extent, "vmin": 0, "vmax": max_running}
             shades = axis.imshow(running[:MAX_WORKERS], **look)
-            done_s, tail_s = records[name].completion_s, records[name].tail_s
+            done_s = records[name].completion_s
+            tail_s = records[name].tail_s
             axis.axvline(done_s, color="#222222", linewidth=1.5)
             axis.axvline(done_s - tail_s, color="#222222", linewidth=1, linestyle="--")
             tail = f"the last tenth of the requests (from the dashed line) {tail_s:,.0f} s"
@@ -346,7 +349,8 @@ def _report(config: SimulateRun, name: str, *, as_json: bool) -> int:
     result = {"simulated": True, "rows": rows}
     replace_file(folder / "results.json", json.dumps(result, indent=1) + "\n")
     last = played[-len(config.simulate.policies) :]
-    seed, cluster = config.simulate.seeds[-1], config.simulated_cluster
+    seed = config.simulate.seeds[-1]
+    cluster = config.simulated_cluster
     hardware = cluster.profile or f"{cluster.model} on {cluster.device}, by a roofline"
     title = f"Simulated: {hardware}; {cluster.workers} workers, seed {seed}"
     figure({row["policy"]: record for row, record in last}, folder / "figure.png", title)

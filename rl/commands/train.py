@@ -134,7 +134,8 @@ def _resolve(
                 f"--resume: expected a run in {folder}, found no config.gin there; name the run "
                 "with --gin.Run.directory=…"
             )
-        config, before = load(TrainConfig, [saved, *files], overrides), load(TrainConfig, [saved])
+        config = load(TrainConfig, [saved, *files], overrides)
+        before = load(TrainConfig, [saved])
         config = config.with_sizes_of(before).on_day(before.task.date)
         return _in_directory(config, folder), before
     if not config.run.directory:

@@ -153,7 +153,9 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Training:
 
 
 def _print_plan(job: _Training) -> None:
-    trace, config, model = job.trace, job.config, job.model
+    trace = job.trace
+    config = job.config
+    model = job.model
     size = sum(math.prod(spec.shape) for spec in jax.tree.leaves(eagle.param_specs(job.shape)))
     tokens = sum(map(num_tokens, job.learned))
     max_mib = sum(_sizes_bytes(job.learned, job.shape, 4)) / 2**20
@@ -225,7 +227,8 @@ def _open(job: _Training) -> tuple[OfflineTraining, Params]:
     offline.check_room(sizes, max_bytes)
     _, params = hf.load_pretrained(job.policy, dtype=dtype)
     texts = (response.tokens for response in job.learned)
-    options, training = job.config.drafter, job.config.drafter_training
+    options = job.config.drafter
+    training = job.config.drafter_training
     start = first_drafter(options, training, job.model, job.seed, texts)
     arguments = {"seed": job.seed, "temperature": job.temperature, "dtype": dtype}
     return OfflineTraining(job.config, job.model, params, start, **arguments), params
@@ -242,7 +245,8 @@ class _Speaker:
         self._rows.append(row)
         if step % SAY_EVERY_STEPS and step < self._num_steps:
             return
-        rows, self._rows = self._rows, []
+        rows = self._rows
+        self._rows = []
         means = {name: sum(r[name] for r in rows) / len(rows) for name in rows[0]}
         skipped = int(sum(r["skipped"] for r in rows))
         more = f"  {skipped} steps skipped: gradients not finite" if skipped else ""

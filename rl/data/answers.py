@@ -29,7 +29,8 @@ def boxed(text: str) -> str | None:
     if start < 0:
         return None
     start += len(r"\boxed{")
-    depth, position = 1, start
+    depth = 1
+    position = start
     while position < len(text):
         character = text[position]
         if character == "\\":  # an escaped brace does not count

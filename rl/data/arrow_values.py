@@ -17,7 +17,8 @@ def num_values(column: Any) -> int:
     if hasattr(column, "chunks"):  # of a table
         return sum(map(num_values, column.chunks))
     if _types().is_map(column.type):  # has no flatten
-        start, end = column.offsets[0].as_py(), column.offsets[-1].as_py()
+        start = column.offsets[0].as_py()
+        end = column.offsets[-1].as_py()
         inner = [part.slice(start, end - start) for part in (column.keys, column.items)]
     elif hasattr(column, "flatten"):
         inner = column.flatten()
@@ -33,7 +34,8 @@ def values(column: Any) -> list[Any]:
     """
     import pyarrow
 
-    types, kind = pyarrow.types, column.type
+    types = pyarrow.types
+    kind = column.type
     if hasattr(column, "chunks"):
         return [value for chunk in column.chunks for value in values(chunk)]
     if _is_plain(kind):
@@ -47,7 +49,8 @@ def values(column: Any) -> list[Any]:
     if isinstance(kind, pyarrow.BaseExtensionType):
         return values(column.storage)
     if types.is_struct(kind):
-        names, parts = [field.name for field in kind], map(values, column.flatten())
+        names = [field.name for field in kind]
+        parts = map(values, column.flatten())
         rows = zip(*parts, strict=True)
         return [
             dict(zip(names, row, strict=True)) if is_valid else None
@@ -111,7 +114,8 @@ def _times(column: Any) -> list[Any]:
     """Return times in nanoseconds, as text if Python types would cut off digits."""
     import pyarrow
 
-    kind, types = column.type, pyarrow.types
+    kind = column.type
+    types = pyarrow.types
     coarse = pyarrow.time64("us") if types.is_time(kind) else pyarrow.duration("us")
     if types.is_timestamp(kind):
         coarse = pyarrow.timestamp("us", kind.tz)

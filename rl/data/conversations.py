@@ -105,7 +105,8 @@ def _message(item: Mapping[str, Any], where: str) -> Message:
     for name in _MEDIA:
         if item.get(name):
             raise ValueError(f"{where}: a message holds {name}; only text is supported")
-    named, content = item.get("role") or item.get("from"), item.get("content")
+    named = item.get("role") or item.get("from")
+    content = item.get("content")
     content = item.get("value") if content is None else content  # Arrow fills with None
     if isinstance(content, list):
         content = "".join(_part(part, where) for part in content)

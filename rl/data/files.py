@@ -62,7 +62,8 @@ def find(target: str, split: str | None, formats: Sequence[str], skip: str = "")
 
 def digest(paths: Sequence[Path]) -> str:
     """Return a hash of names, sizes and contents; for a large file, of blocks spread over it."""
-    block, blocks = 2**16, max(4, 1024 // max(1, len(paths)))
+    block = 2**16
+    blocks = max(4, 1024 // max(1, len(paths)))
     result = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
@@ -107,7 +108,8 @@ def _matching(pattern: Path, split: str | None, skip: str) -> tuple[Path, ...]:
 
 def _expand(base: Path, parts: Sequence[str], skip: str) -> Iterator[Path]:
     """Yield matches of `parts`, hidden names as in a shell; `**` is any folders, without links."""
-    num_seen, level = 0, [base]
+    num_seen = 0
+    level = [base]
     for number, part in enumerate(parts):
         following: list[Path] = []
         while level:
@@ -121,7 +123,8 @@ def _expand(base: Path, parts: Sequence[str], skip: str) -> Iterator[Path]:
                 is_hidden = entry.name.startswith(".") and not part.startswith(".")
                 if is_hidden or (skip and skip in entry.name.lower()):
                     continue
-                path, is_folder = Path(entry.path), entry.is_dir(follow_symlinks=part != "**")
+                path = Path(entry.path)
+                is_folder = entry.is_dir(follow_symlinks=part != "**")
                 if part == "**":
                     level += [path] * is_folder
                 elif fnmatch.fnmatchcase(entry.name, part):

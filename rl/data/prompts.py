@@ -37,7 +37,8 @@ class DataOrder:
         while count:
             epoch, start = divmod(cursor, self.num_examples)
             pieces.append(_permutation(self.num_examples, self.seed, epoch)[start : start + count])
-            cursor, count = cursor + len(pieces[-1]), count - len(pieces[-1])
+            cursor = cursor + len(pieces[-1])
+            count = count - len(pieces[-1])
         return np.concatenate(pieces)
 
 

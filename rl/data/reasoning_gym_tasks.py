@@ -229,7 +229,8 @@ _BOOLS = {"true": True, "1": True, "false": False, "0": False}
 
 def _typed(text: str, kind: Any, where: str) -> Any:
     """Read `text` as a value of the annotation `kind`."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    arguments = typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         inner = [argument for argument in arguments if argument is not type(None)]
         return None if text.lower() == "none" else _typed(text, inner[0], where)

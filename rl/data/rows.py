@@ -58,7 +58,8 @@ class Rows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         part, inner = self._place(index)
-        row, where = part.read(inner), part.where(inner)
+        row = part.read(inner)
+        where = part.where(inner)
         if not isinstance(row, dict):
             hint = "; a list is read by json:FILE" if isinstance(row, list) else ""
             raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}{hint}")
@@ -82,7 +83,8 @@ def open_rows(form: str, paths: Sequence[Path]) -> Rows:
         return Rows([part for path in paths for part in _arrow_batches(path)])
     is_list = form == "json" and len(paths) == 1 and _holds_list(paths[0])
     open_json = {"jsonl": _json_lines, "json": _json_list if is_list else _json_file}
-    parts, num_rows = list[Part](), 0
+    parts = list[Part]()
+    num_rows = 0
     for path in paths:
         parts.append(open_json[form](path))
         num_rows += parts[-1].num_rows
@@ -118,7 +120,9 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
 
 def _json_lines(path: Path) -> Part:
     """Return the lines of a file, without blank lines."""
-    starts, numbers, start = array.array("q"), array.array("q"), 0
+    starts = array.array("q")
+    numbers = array.array("q")
+    start = 0
     with path.open("rb") as file:
         for number, line in enumerate(iter(partial(file.readline, MAX_ROW_BYTES + 1), b""), 1):
             if len(line) > MAX_ROW_BYTES:
@@ -175,9 +179,13 @@ _TOKENS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z)|[\[\]{},]', re.DOTALL
 
 def _items(text: bytes) -> tuple[array.array[int], array.array[int]]:
     """Return the start and end offsets of the items of a JSON list. Raises ValueError."""
-    starts, ends, depth, start = array.array("q"), array.array("q"), 0, 0
+    starts = array.array("q")
+    ends = array.array("q")
+    depth = 0
+    start = 0
     for token in _TOKENS.finditer(text):
-        sign, place = token[0], token.start()
+        sign = token[0]
+        place = token.start()
         if sign in (b"[", b"{"):
             depth += 1
             start = start or place + 1
@@ -297,7 +305,8 @@ def _reason(error: Exception) -> str:
 
 def _arrow_batches(path: Path) -> list[Part]:
     """Return the batches of a memory-mapped Arrow file or stream."""
-    parts, first_row = list[Part](), 0
+    parts = list[Part]()
+    first_row = 0
     with _readable(path, "Arrow"):
         unpack.check_batches(path, MAX_UNPACKED_BYTES)
         for batch in unpack.open_batches(_pyarrow().memory_map(str(path))):
@@ -309,10 +318,12 @@ def _arrow_batches(path: Path) -> list[Part]:
 
 def _parquet_groups(paths: Sequence[Path]) -> list[Part]:
     """Return the row groups of parquet files, which share one cache."""
-    cache, parts = _GroupCache(), list[Part]()
+    cache = _GroupCache()
+    parts = list[Part]()
     for path in paths:
         with _readable(path, "parquet"):
-            footer, first_row = _pyarrow().parquet.read_metadata(path), 0
+            footer = _pyarrow().parquet.read_metadata(path)
+            first_row = 0
             for group in range(footer.num_row_groups):
                 about = footer.row_group(group)
                 if about.total_byte_size > MAX_UNPACKED_BYTES:

@@ -158,7 +158,8 @@ class Mixture:
             order = np.searchsorted(bounds, draws * bounds[-1], "right").clip(max=len(tasks) - 1)
         else:
             order = np.repeat(np.arange(len(tasks)), lengths)[np.argsort(draws, kind="stable")]
-        self._tasks, self._numbers = list(tasks), order.astype(np.int32)
+        self._tasks = list(tasks)
+        self._numbers = order.astype(np.int32)
         self._inner = np.empty(len(order), np.int64)
         for number, length in enumerate(lengths):
             drawn = np.flatnonzero(order == number)
@@ -174,7 +175,8 @@ class Mixture:
 class _ProceduralTask:
     def __init__(self, spec: Spec, seed: int, size: int) -> None:
         query = dict(spec.query)
-        self._spec, self._seed = spec, seed
+        self._spec = spec
+        self._seed = seed
         text = query.pop("size", str(size))
         if not (text.isdecimal() and len(text) < 20 and 1 <= int(text) <= MAX_EXAMPLES):
             raise ValueError(
@@ -222,7 +224,8 @@ class _FileTask:
     """Rows of data files, read on access."""
 
     def __init__(self, spec: Spec) -> None:
-        self._spec, self._rows = spec, open_rows(*_find(spec))
+        self._spec = spec
+        self._rows = open_rows(*_find(spec))
         if not len(self._rows):
             raise ValueError(f"{spec.text}: the data set is empty; expected at least one example")
         self._layout = find_layout(spec, self._rows[0])

@@ -97,7 +97,8 @@ def without_unit(text: str, *, letters_are_units: bool) -> str:
 
 @functools.cache
 def _plain_unit(letters_are_units: bool) -> re.Pattern[str]:
-    known, letters = "|".join(_KNOWN_UNITS.split()), "|".join(_LETTER_UNITS.split())
+    known = "|".join(_KNOWN_UNITS.split())
+    letters = "|".join(_LETTER_UNITS.split())
     noun = rf"(?!{_NO_UNITS}){_LETTERS}{{3,}}+"
     # atomic: a text of many units is read in one way only
     unit = rf"(?>(?:{known}|{letters})(?!{_LETTERS})|{noun}){_POWER}"

@@ -111,7 +111,8 @@ def _stream(schema: Any, batches: Iterable[Any]) -> bytes:
 def _check_batches(path: str, max_bytes: int) -> None:
     import pyarrow
 
-    size_bytes, num_bytes = os.stat(path).st_size, 0
+    size_bytes = os.stat(path).st_size
+    num_bytes = 0
     limit_memory(size_bytes + 2 * max_bytes + 2**28)  # mapped files count as memory
     with pyarrow.memory_map(path) as source:
         for batch in open_batches(source):

@@ -28,7 +28,8 @@ _SPELLING = _DASHES | _MINUS_SIGNS | _SPACES | _NOTHING | str.maketrans(_OTHERS)
 _PARTS = "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
 _PART_TEXTS = "1/4 1/2 3/4 1/7 1/9 1/10 1/3 2/3 1/5 2/5 3/5 4/5 1/6 5/6 1/8 3/8 5/8 7/8".split()
 _PART = re.compile(rf"(\d ?)?([{_PARTS}])")
-_RAISED, _LEVEL = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-"
+_RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻"
+_LEVEL = "0123456789+-"
 _SUPERSCRIPT = re.compile(rf"[{_RAISED}]+")
 _FOREIGN_DIGIT = re.compile(r"(?![0-9])\d")
 _ENTITY_MINUS = re.compile(r"&(?:minus|#8722|#x2212);")
@@ -148,12 +149,14 @@ def last(text: str) -> Fraction | None:
 
 def to_text(value: Fraction) -> str:
     """Return the shortest decimal of a value, or a fraction; equal values have equal texts."""
-    top, bottom = value.numerator, value.denominator
+    top = value.numerator
+    bottom = value.denominator
     places = max(_multiplicity(bottom, 2), _multiplicity(bottom, 5))
     if bottom > _MAX_DECIMALS or (10**places) % bottom:
         return f"{top}/{bottom}"
     digits = str(abs(top) * 10**places // bottom).rjust(places + 1, "0")
-    whole, decimals = digits[: len(digits) - places], digits[len(digits) - places :]
+    whole = digits[: len(digits) - places]
+    decimals = digits[len(digits) - places :]
     return ("-" if top < 0 else "") + whole + (f".{decimals}" if decimals else "")
 
 
@@ -208,7 +211,8 @@ def _with_amounts(
     if more := _AND_A_PART.match(text, end):
         if more[1] is None or value.denominator != 1:
             return None, end
-        value, end = value + Fraction(1, 2), more.end()
+        value = value + Fraction(1, 2)
+        end = more.end()
     for _ in range(3):
         noun = _NOUN.match(text, end)
         if noun is None or not (units.is_amount(noun[1]) or noun[1].lower() in units.UNCLEAR):
@@ -217,7 +221,8 @@ def _with_amounts(
             return None, end  # 36 squared units: 36 units, or 36²
         if (changed := units.times_amount(value, noun[1])) is None:
             return None, end
-        value, end = changed, noun.end()
+        value = changed
+        end = noun.end()
         if not units.is_scale(noun[1]):
             break
     return value, end
@@ -309,7 +314,8 @@ def _factor(before: str) -> int | None:
     mark, gap = match.groups()
     head = inside[: match.start()]
     operand = head.rstrip(" $€£%*")
-    is_spaced, last_one = operand != head, operand[-1:]
+    is_spaced = operand != head
+    last_one = operand[-1:]
     if re.search(r"[\d)]\*\Z", head):
         return None  # 2*-3, or emphasis
     if last_one.isdigit() or last_one == ")":
@@ -330,7 +336,8 @@ def _factor(before: str) -> int | None:
 def _factor_in_text(before: str) -> int | None:
     if (match := _TEXT_MINUS.search(before)) is None:
         return 1
-    previous, name = match[1] or "", match[2].lower()
+    previous = match[1] or ""
+    name = match[2].lower()
     if name == "minus" and (previous.isdigit() or previous == ")"):
         return 1
     is_stated = not previous.isalpha() or previous.lower() in _STATING

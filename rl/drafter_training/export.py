@@ -17,7 +17,8 @@ from reprise.spec.eagle.config import EagleConfig
 from reprise.spec.eagle.files import Engine
 from reprise.spec.eagle.model import EagleWeights
 
-SGLANG, VLLM = "SGLang 0.5.6 to 0.5.23", "vLLM 0.32"  # the layout follows their sources
+SGLANG = "SGLang 0.5.6 to 0.5.23"
+VLLM = "vLLM 0.32"  # the layout follows their sources
 
 
 def check_target(folder: Path) -> None:

@@ -70,7 +70,8 @@ def hidden_of(
         states_XW = np.asarray(jax.device_get(states))
         columns = layout.order, layout.starts, layout.prompt_starts
         for i, start, prompt_start in zip(*(c.tolist() for c in columns), strict=True):
-            prompt_ids, tokens = some[i].prompt_ids, some[i].tokens
+            prompt_ids = some[i].prompt_ids
+            tokens = some[i].tokens
             # the last prompt token opens the response
             own = states_XW[start : start + len(tokens)]
             shared = states_XW[shape.prompt_places(some[i], prompt_start, start)]
@@ -99,11 +100,13 @@ def chunks(
 ) -> Iterator[list[Response]]:
     """Yield all sequences once, in the order of the epoch, in parts of at most `max_bytes`."""
     check_room(sizes_bytes, max_bytes)
-    chunk, filled = list[Response](), 0
+    chunk = list[Response]()
+    filled = 0
     for i in np.random.default_rng([seed, epoch]).permutation(len(responses)).tolist():
         if filled + sizes_bytes[i] > max_bytes:
             yield chunk
-            chunk, filled = [], 0
+            chunk = []
+            filled = 0
         chunk.append(responses[i])
         filled += sizes_bytes[i]
     yield chunk
@@ -127,13 +130,15 @@ def _passes(responses: Sequence[Response]) -> Iterator[tuple[list[Response], lis
 
 def runs(items: Iterable[T], size: Callable[[T], int], size_limit: int) -> Iterator[list[T]]:
     """Yield runs of consecutive items that reach `size_limit`; the last run may be smaller."""
-    run, filled = list[T](), 0
+    run = list[T]()
+    filled = 0
     for item in items:
         run.append(item)
         filled += size(item)
         if filled >= size_limit:
             yield run
-            run, filled = [], 0
+            run = []
+            filled = 0
     if run:
         yield run
 
@@ -237,13 +242,20 @@ class OfflineTraining:
 
     def evaluate(self, responses: Sequence[Response]) -> dict[str, float]:
         """Return loss, accuracies and agreement over all entries of held-out sequences."""
-        sums, num_entries, options = collections.Counter[str](), 0.0, self.config.drafter
+        sums = collections.Counter[str]()
+        num_entries = 0.0
+        options = self.config.drafter
         static = {"config": self._start.config, "training": self.config.drafter_training}
-        weights = self.trainer.state.params, self._context.frozen
         limit = EVALUATED_STEPS * self.config.step_tokens
         for some in runs(self._hidden_of(responses), lambda s: len(s.tokens_T), limit):
             for batch in pack(some, options.batch_rows, options.row_tokens):
-                metrics = evaluated(*weights, batch, self._temperature, **static)
+                metrics = evaluated(
+                    self.trainer.state.params,
+                    self._context.frozen,
+                    batch,
+                    self._temperature,
+                    **static,
+                )
                 numbers = {name: float(x) for name, x in jax.device_get(metrics).items()}
                 num_entries += numbers["num_entries"]
                 sums.update({name: numbers["num_entries"] * numbers[name] for name in SUMS})

@@ -53,7 +53,8 @@ class SpotTrainer:
         self.trainer = trainer
         self._make_context = contexts or self._placed
         self.spans: list[Span] = []
-        self._clock, self._lock = clock, threading.Lock()
+        self._clock = clock
+        self._lock = threading.Lock()
         self._states = SpotCoordinator(min_idle_workers)
         self._params: Params | None = None
         self._contexts = PerRunner[TrainContext]()
@@ -95,7 +96,8 @@ class SpotTrainer:
             leads = self._states.leads(worker_id)
         if leads is None:
             return False
-        start_s, step = self._clock(), self.trainer.step
+        start_s = self._clock()
+        step = self.trainer.step
         with runner.mesh_context():
             context = self._context(runner)
         with context.runner.mesh_context():
@@ -120,7 +122,8 @@ class SpotTrainer:
     def take_spans(self) -> list[Span]:
         """Return the spans since the last call."""
         with self._lock:
-            spans, self.spans = self.spans, []
+            spans = self.spans
+            self.spans = []
         return spans
 
     def _context(self, runner: ModelRunner) -> TrainContext:

@@ -54,7 +54,8 @@ def read(paths: Sequence[Path], model: ModelConfig, words: Tokenizer) -> Drafter
     file, and ValueError for damaged lines, for tokens that the policy does not have, and if nothing
     is left.
     """
-    groups, responses = dict[tuple[int, ...], int](), list[Response]()
+    groups = dict[tuple[int, ...], int]()
+    responses = list[Response]()
     too_long = too_short = num_texts = 0
     for path in map(_file, paths):
         for where, row in _rows(path):
@@ -101,7 +102,8 @@ def hold_out(
     sizes: dict[int, int] = {}
     for part, response in zip(parts, responses, strict=True):
         sizes[part] = sizes.get(part, 0) + num_tokens(response)
-    left, held = share * sum(sizes.values()), set[int]()
+    left = share * sum(sizes.values())
+    held = set[int]()
     for part in np.random.default_rng(seed).permutation(sorted(sizes)).tolist()[:-1]:
         if left <= 0:
             break
@@ -159,13 +161,15 @@ def _ids(row: dict[str, Any], key: str, model: ModelConfig, where: str) -> list[
 def _of_texts(
     row: dict[str, Any], words: Tokenizer, model: ModelConfig, where: str
 ) -> tuple[list[int], list[int]]:
-    prompt, completion = row.get("prompt"), row["completion"]
+    prompt = row.get("prompt")
+    completion = row["completion"]
     if not isinstance(prompt, str) or not isinstance(completion, str):
         raise ValueError(
             f"{where}: expected prompt and completion as texts, got {type(prompt).__name__} and "
             f"{type(completion).__name__}"
         )
-    ids, end = words.encode(completion), list[int]()
+    ids = words.encode(completion)
+    end = list[int]()
     if row.get("finish_reason") == "stop" and row.get("num_tokens") != len(ids):
         end = list(model.eos_token_ids[:1])
     return words.encode(prompt), [*ids, *end]

@@ -86,7 +86,8 @@ def copied(tree: Any) -> Any:
 
 def empty_batch(shape: tuple[int, int], config: EagleConfig, dtype: np.dtype) -> DrafterBatch:
     """Return a micro-batch of [rows, tokens] without sequences."""
-    zeros_BT, none_BT = np.zeros(shape, np.int32), np.zeros(shape, bool)
+    zeros_BT = np.zeros(shape, np.int32)
+    none_BT = np.zeros(shape, bool)
     hidden_BTW = np.zeros((*shape, config.hidden_width), dtype)
     return DrafterBatch(zeros_BT, hidden_BTW, zeros_BT, zeros_BT, none_BT)
 
@@ -95,7 +96,9 @@ class BufferSink:
     """Adds the responses of one RL step, or of a sample of its requests, to the buffer."""
 
     def __init__(self, buffer: DataBuffer, step: int, sample: RequestSample | None = None) -> None:
-        self._buffer, self._step, self.sample = buffer, step, sample
+        self._buffer = buffer
+        self._step = step
+        self.sample = sample
 
     def wants(self, request_id: int, num_tokens: int) -> bool:
         chosen = self.sample is None or request_id in self.sample
@@ -122,13 +125,17 @@ class DrafterTrainer:
         temperature: float,
         checkpoints: Checkpointer | None = None,
     ) -> None:
-        self.config, self.training, self.buffer = config, training, buffer
-        self.learned, self.checkpoints = learned, checkpoints
+        self.config = config
+        self.training = training
+        self.buffer = buffer
+        self.learned = learned
+        self.checkpoints = checkpoints
         params = jax.tree.map(jnp.asarray, copied(learned.drafter.params))
         self.state = drafter_training.state_of(training, params)
         self.step = 0
         self.history: list[dict[str, float]] = []  # a row per step since `take_history`
-        self._seed, self._temperature = seed, np.float32(temperature)
+        self._seed = seed
+        self._temperature = np.float32(temperature)
         self._rl_step = 0
         self._saved_step: int | None = None
         self._lock = threading.Lock()
@@ -139,7 +146,8 @@ class DrafterTrainer:
 
     def move_to(self, runner: ModelRunner) -> None:
         """Lay the state out on the devices of a runner."""
-        self.state, self._state_at = jax.tree.map(runner.put, copied(self.state)), runner
+        self.state = jax.tree.map(runner.put, copied(self.state))
+        self._state_at = runner
 
     def begin(self, rl_step: int) -> None:
         """Set the current RL step, which has the newest sequences."""
@@ -187,7 +195,8 @@ class DrafterTrainer:
 
     def warm_up(self, context: TrainContext) -> None:
         """Compile the programs of units on this runner; weights do not change."""
-        shape, runner = (self.config.batch_rows, self.config.row_tokens), context.runner
+        shape = (self.config.batch_rows, self.config.row_tokens)
+        runner = context.runner
         batch = empty_batch(shape, self.learned.config, runner.dtype)
         params = _moved(self.state.params, self._state_at, runner)
         grads, _ = self._gradients(context, params, batch)
@@ -224,14 +233,18 @@ class DrafterTrainer:
 
     def load(self, state: DrafterState, step: int) -> None:
         """Continue from a saved state."""
-        self.state, self.step, self._now, self._state_at = state, step, None, None
+        self.state = state
+        self.step = step
+        self._now = None
+        self._state_at = None
         self._on_devices.clear()
         self.publish()
 
     def take_history(self) -> list[dict[str, float]]:
         """Return the rows of the steps since the last call."""
         with self._lock:
-            history, self.history = self.history, []
+            history = self.history
+            self.history = []
         return history
 
     # -- units ------------------------------------------------------------------------
@@ -255,7 +268,8 @@ class DrafterTrainer:
                 grads, metrics = self._gradients(context, params, batch)
             else:
                 with self._lock:
-                    step, params = self.step, self.state.params
+                    step = self.step
+                    params = self.state.params
                 grads, metrics = context.elsewhere(step, params, batch)
                 grads = jax.tree.map(context.runner.put, grads)
             numbers = {name: float(x) for name, x in jax.device_get(metrics).items()}
@@ -281,9 +295,10 @@ class DrafterTrainer:
     ) -> tuple[EagleParams, Any]:
         assert context.frozen is not None, "these devices have the policy"
         batch = jax.tree.map(context.runner.argument, batch)
-        args = params, context.frozen, batch, self._temperature
         static = {"config": self.learned.config, "training": self.training}
-        grads, metrics = drafter_training.gradients(*args, **static)
+        grads, metrics = drafter_training.gradients(
+            params, context.frozen, batch, self._temperature, **static
+        )
         return jax.tree.map(context.runner.readable, grads), metrics
 
     def _update(self, runner: ModelRunner, now: _Step) -> None:
@@ -297,7 +312,9 @@ class DrafterTrainer:
             row = {name: value / num_entries for name, value in now.sums.items()}
             row |= {"skipped": float(skipped), "num_entries": now.num_entries}
             with self._lock:
-                self.state, self._state_at, self._now = state, runner, None
+                self.state = state
+                self._state_at = runner
+                self._now = None
                 self.step += 1
                 self.history.append(row)
         if self.step % self.config.swap_every_steps == 0:
@@ -307,7 +324,9 @@ class DrafterTrainer:
 
     def _params_on(self, runner: ModelRunner) -> EagleParams:
         with self._lock:
-            step, params, source = self.step, self.state.params, self._state_at
+            step = self.step
+            params = self.state.params
+            source = self._state_at
         return self._on_devices.get(runner, lambda: _moved(params, source, runner), step)
 
 

@@ -43,10 +43,12 @@ class Observed:
     """An acceptance profile of the drafts by `method`, for any thread."""
 
     def __init__(self, method: str = MODEL) -> None:
-        self._lock, self._method = threading.Lock(), method
+        self._lock = threading.Lock()
+        self._method = method
         self.profile = Profile({method: PRIOR_PROB})
         self._requests = set[int]()
-        self._num_hits, self._num_rounds = FIRST_HITS * PRIOR_ROUNDS, PRIOR_ROUNDS
+        self._num_hits = FIRST_HITS * PRIOR_ROUNDS
+        self._num_rounds = PRIOR_ROUNDS
 
     def add(self, request_ids: Sequence[int], accepted_A: np.ndarray, seen_A: np.ndarray) -> None:
         """Add a round, with the numbers of seen and accepted draft tokens of each request."""
@@ -132,9 +134,13 @@ class Planner:
         max_window: int,
         methods: Sequence[str] = (MODEL,),
     ) -> None:
-        self.config, self.methods, self.method = config, tuple(methods), methods[0]
-        self.num_workers, self.num_requests = num_workers, num_requests
-        self.max_window, self.drafting_workers = max_window, 0
+        self.config = config
+        self.methods = tuple(methods)
+        self.method = methods[0]
+        self.num_workers = num_workers
+        self.num_requests = num_requests
+        self.max_window = max_window
+        self.drafting_workers = 0
         self.seconds: MeasuredSeconds | None = None
         self.draft_s: dict[str, float] = {}
         self._rates: dict[tuple[int, float, float], tuple[float, float]] = {}  # latest entry only
@@ -158,7 +164,8 @@ class Planner:
         if self.draft_s and self.seconds is not None:
             self.method = self.ranked()[0]
             draft_s = self.draft_s[self.method]
-            self.seconds, self._rates = dataclasses.replace(self.seconds, draft_s=draft_s), {}
+            self.seconds = dataclasses.replace(self.seconds, draft_s=draft_s)
+            self._rates = {}
         return self.method
 
     def ranked(self) -> list[str]:
@@ -166,7 +173,8 @@ class Planner:
 
         Rounds without a draft count as rejected drafts.
         """
-        seconds, w = self._measured, min(FIRST_WINDOW, self.max_window)
+        seconds = self._measured
+        w = min(FIRST_WINDOW, self.max_window)
         tokens = {m: Acceptance(seen.p, seen.hits).tokens(w) for m, seen in self._seen.items()}
         acceptance = {m: prob_of(tokens[m], w) for m in self.methods}
         drafting = {m: (lambda batch, s=self.draft_s[m]: s) for m in self.methods}
@@ -179,7 +187,8 @@ class Planner:
 
     def choose(self, drafting_workers: Iterable[int]) -> WorkerPlan:
         """Return the best plan with one of these numbers of drafting workers."""
-        seconds, fixed = self._measured, self.config.window
+        seconds = self._measured
+        fixed = self.config.window
         return plan_workers(
             self.num_workers,
             self.num_requests,
@@ -192,12 +201,15 @@ class Planner:
 
     def plans(self) -> RequestPlans:
         """Return the plans for the requests of one worker in a new rollout."""
-        fixed, seconds, every = self.config.window, self.seconds, self.config.reconfigure_tokens
+        fixed = self.config.window
+        seconds = self.seconds
+        every = self.config.reconfigure_tokens
         if seconds is None:
             window = min(fixed or FIRST_WINDOW, self.max_window)
             return _RolloutPlans(lambda batch: DraftPlan(window), self.observed)
         of_batch = functools.cache(lambda batch: DraftPlan(fixed or self._window(batch)))
-        method, each = self.method, self._each
+        method = self.method
+        each = self._each
 
         @functools.cache
         def own(batch: int) -> Reconfiguration:
@@ -213,7 +225,8 @@ class Planner:
 
     def _window(self, batch: int) -> int:
         """Return the window with the most tokens per second at the batch size of a worker."""
-        seconds, acceptance = self._measured, self.acceptance
+        seconds = self._measured
+        acceptance = self.acceptance
 
         def rate(w: int) -> float:
             return acceptance.tokens(w) / max(w * seconds.draft(batch), seconds.verify(batch, w))
@@ -237,7 +250,8 @@ class Planner:
         if seconds is None:
             return True
         # cached, since every finished request causes a call for every other request
-        p, hits = round(self.observed.p, 2), round(self.observed.hits, 2)
+        p = round(self.observed.p, 2)
+        hits = round(self.observed.hits, 2)
         key = id(seconds), p, hits
         if (rates := self._rates.get(key)) is None:
             rates = self._rates_of(seconds, p)
@@ -247,7 +261,8 @@ class Planner:
 
     def _rates_of(self, seconds: MeasuredSeconds, p: float) -> tuple[float, float]:
         """Return the tokens per second of a request in a full batch, and in a batch of one."""
-        window, each = self.config.window or FIRST_WINDOW, self._each
+        window = self.config.window or FIRST_WINDOW
+        each = self._each
         round_s = max(seconds.verify(each, window), window * seconds.draft(each))
         helped = max(
             sequential_tokens(p, w) / (w * seconds.draft(1) + seconds.verify(1, w))
@@ -284,7 +299,9 @@ class _RolloutPlans(RequestPlans):
         own: Callable[[int], Reconfiguration] | None = None,
         deadline_s: float = 0.0,
     ) -> None:
-        self._of_batch, self._observed, self._own = of_batch, observed, own
+        self._of_batch = of_batch
+        self._observed = observed
+        self._own = own
         self.deadline_s = deadline_s
         self._plans = dict[int, DraftPlan]()
         self._tokens = dict[int, int]()  # of each response, at its last observation
@@ -297,9 +314,11 @@ class _RolloutPlans(RequestPlans):
         self._observed.add(ids, accepted_A, seen_A)
         if self._own is None:
             return
-        own, tokens_A = self._own(len(live)), live.total_tokens_A - live.prompt_tokens_A
+        own = self._own(len(live))
+        tokens_A = live.total_tokens_A - live.prompt_tokens_A
         for request_id, tokens in zip(ids, tokens_A.tolist(), strict=True):
-            before, self._tokens[request_id] = self._tokens.get(request_id, 0), tokens
+            before = self._tokens.get(request_id, 0)
+            self._tokens[request_id] = tokens
             plan = own.plan_when_due(request_id, before, tokens, self._observed.profile)
             if plan == COMMON:
                 self._plans.pop(request_id, None)

@@ -120,11 +120,16 @@ class DraftingWorker:
         max_window: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.engine, self._config, self._max_window = engine, config, max_window
+        self.engine = engine
+        self._config = config
+        self._max_window = max_window
         self._models = dict(zip(methods_of(len(models)), models, strict=True))
-        self._clock, self.num_steps, self.busy_s = clock, 0, 0.0
+        self._clock = clock
+        self.num_steps = 0
+        self.busy_s = 0.0
         self._spans = collections.deque[Span](maxlen=MAX_SPANS)
-        self._calls, self._stepping = collections.deque[_Call](), threading.Lock()
+        self._calls = collections.deque[_Call]()
+        self._stepping = threading.Lock()
         self._is_closed = False
         self._forget()
 
@@ -159,16 +164,24 @@ class DraftingWorker:
 
         Times a step of the longest window, which takes as long for fewer requests.
         """
-        result, window = dict[str, float](), self._max_window
-        prompt, none, plan = np.zeros(1, np.int32), np.zeros(0, np.int32), DraftPlan(window)
+        result = dict[str, float]()
+        window = self._max_window
+        prompt = np.zeros(1, np.int32)
+        none = np.zeros(0, np.int32)
+        plan = DraftPlan(window)
         for method in self._models:
             with self.engine.mesh_context():
                 ahead = self.make_ahead(Rollout.of(method, step_key(0, 0), sampling))
                 tries = list[float]()
                 for n in range(REPEATS + 1):
-                    args = 1 + n, n, prompt, 1, 2 * window, none, plan, (1.0, 0.0, 1.0)
                     rows = range(self.engine.config.max_slots)
-                    ahead.update([Commit(r, *args) for r in rows], ())
+                    ahead.update(
+                        [
+                            Commit(r, 1 + n, n, prompt, 1, 2 * window, none, plan, (1.0, 0.0, 1.0))
+                            for r in rows
+                        ],
+                        (),
+                    )
                     start_s = self._clock()
                     ahead.step()
                     tries.append(self._clock() - start_s)
@@ -212,7 +225,8 @@ class DraftingWorker:
         with self.engine.mesh_context():
             drafter = self._drafter(rollout)
             if isinstance(drafter, EnumeratingDraftModel):
-                window, fan_out = self._max_window, self._config.fan_out
+                window = self._max_window
+                fan_out = self._config.fan_out
                 return [*drafter.enumerating(rows, window, fan_out)]
             return [*drafter.programs(rows)]
 
@@ -243,7 +257,8 @@ class DraftingWorker:
         if not blocks:
             return
         ended_s = self._clock()
-        self.num_steps, self.busy_s = self.num_steps + 1, self.busy_s + ended_s - start_s
+        self.num_steps = self.num_steps + 1
+        self.busy_s = self.busy_s + ended_s - start_s
         self._spans.append((start_s, ended_s))
         for block in blocks:
             if (link := drafted.links.get(block.request_id)) is not None:
@@ -267,9 +282,13 @@ class Peer:
         hang_limit_s: float = HANG_LIMIT_S,
         replace: Callable[[], Draft] | None = None,
     ) -> None:
-        self.draft, self.clock, self.hang_limit_s = draft, clock, hang_limit_s
+        self.draft = draft
+        self.clock = clock
+        self.hang_limit_s = hang_limit_s
         self.failures = 0  # consecutive, without a block
-        self._name, self._report, self._replace = name, report, replace
+        self._name = name
+        self._report = report
+        self._replace = replace
         self._lock = threading.Lock()
 
     def fail(self, draft: Draft, error: BaseException) -> None:
@@ -297,10 +316,14 @@ class DraftingLink(DraftLink):
 
     def __init__(self, peer: Peer, rollout: Rollout) -> None:
         self.generation = 0
-        self._peer, self._rollout, self._name = peer, rollout, secrets.token_hex(8)
+        self._peer = peer
+        self._rollout = rollout
+        self._name = secrets.token_hex(8)
         self._lock = threading.Lock()
-        self._commits, self._closed = dict[int, Commit](), list[int]()  # not sent yet
-        self._blocks, self._arrived = collections.deque[Block](), threading.Event()
+        self._commits = dict[int, Commit]()
+        self._closed = list[int]()  # not sent yet
+        self._blocks = collections.deque[Block]()
+        self._arrived = threading.Event()
         self._call: tuple[Draft, float] | None = None  # running, with its start time
         self._start: str | None = None
 
@@ -342,8 +365,10 @@ class DraftingLink(DraftLink):
         if draft is None or not (has_more or self._commits or self._closed):
             return None
         self._call = call = draft, self._peer.clock()
-        commits, closed = list(self._commits.values()), self._closed
-        self._commits, self._closed = {}, []
+        commits = list(self._commits.values())
+        closed = self._closed
+        self._commits = {}
+        self._closed = []
         return call, commits, closed
 
     def _run(self, sent: Sent | None) -> None:
@@ -370,7 +395,10 @@ class DraftingLink(DraftLink):
                 sent = self._next_call(has_more=answer.has_more)
 
     def _fail(self, draft: Draft, error: BaseException) -> None:
-        self._call, self._start, self._commits, self._closed = None, None, {}, []
+        self._call = None
+        self._start = None
+        self._commits = {}
+        self._closed = []
         self.generation += 1
         self._peer.fail(draft, error)
 

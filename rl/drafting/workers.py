@@ -60,10 +60,13 @@ class DraftingWorkers(DrafterSource):
         clock: Callable[[], float] = time.perf_counter,
         hang_limit_s: float = HANG_LIMIT_S,
     ) -> None:
-        self.planner, self.longest_tokens = planner, longest_tokens
+        self.planner = planner
+        self.longest_tokens = longest_tokens
         model = drafters.get(MODEL)
         self._model = model if isinstance(model, DraftModel) else None
-        self._report, self._clock, self._hang_limit_s = report, clock, hang_limit_s
+        self._report = report
+        self._clock = clock
+        self._hang_limit_s = hang_limit_s
         self._choosing = threading.Lock()
         self._last: Rollout | None = None  # the last rollout to start
         self._counted = clock(), 0, 0.0  # time, steps and busy seconds at the last `metrics`
@@ -115,8 +118,10 @@ class DraftingWorkers(DrafterSource):
             if rollout != self._last:
                 self._last = rollout
                 self.planner.choose_method()
-            rollout, plans = rollout._replace(method=self.planner.method), self.planner.plans()
-        place, count = self._verifying.index(context.runner.number), len(self._verifying)
+            rollout = rollout._replace(method=self.planner.method)
+            plans = self.planner.plans()
+        place = self._verifying.index(context.runner.number)
+        count = len(self._verifying)
         links = [DraftingLink(peer, rollout) for peer in share(self.peers, place, count)]
         return DecoupledDrafter(links, plans, rollout.sampling)
 
@@ -143,9 +148,11 @@ class DraftingWorkers(DrafterSource):
         """Return metrics of the time since the last call; empty without drafting workers."""
         if not self.workers:
             return {}
-        now_s, steps = self._clock(), sum(w.num_steps for w in self.workers)
+        now_s = self._clock()
+        steps = sum(w.num_steps for w in self.workers)
         busy_s = sum(w.busy_s for w in self.workers)
-        (then_s, steps_then, busy_then_s), self._counted = self._counted, (now_s, steps, busy_s)
+        then_s, steps_then, busy_then_s = self._counted
+        self._counted = (now_s, steps, busy_s)
         available_s = max((now_s - then_s) * len(self.workers), 1e-9)
         planner = self.planner
         by = {f"drafting/by_{m}": float(m == planner.method) for m in planner.methods}
@@ -165,7 +172,8 @@ class DraftingWorkers(DrafterSource):
         """Replace a hung worker and its engine, keeping the counts; return the new method."""
         hung = self.workers[k]
         self.workers[k] = worker = self._worker(hung.engine.abandoned())
-        worker.num_steps, worker.busy_s = hung.num_steps, hung.busy_s
+        worker.num_steps = hung.num_steps
+        worker.busy_s = hung.busy_s
         return worker.draft
 
 
@@ -253,9 +261,13 @@ class DraftingActors:
     def __init__(
         self, planner: Planner, count: int, start: Callable[[int], Actor], *, hang_limit_s: float
     ) -> None:
-        self.planner, self.draft_s = planner, 0.0
-        self._count, self._start, self._hang_limit_s = count, start, hang_limit_s
-        self.actors, self._over = list[Actor](), threading.Event()
+        self.planner = planner
+        self.draft_s = 0.0
+        self._count = count
+        self._start = start
+        self._hang_limit_s = hang_limit_s
+        self.actors = list[Actor]()
+        self._over = threading.Event()
 
     def __enter__(self) -> DraftingActors:
         """Start all actors, which compile while nothing waits for them."""

@@ -101,7 +101,9 @@ def fills(
     holders = dict[tuple[int, int | None], int]()  # by part and prompt; −1: any part
     for row in sorted(range(len(held)), key=lambda r: is_busy[r]):
         holders[-1, held[row]] = holders[parts[row], held[row]] = row
-    copies, computed, started = [], [], set[int]()
+    copies = []
+    computed = []
+    started = set[int]()
     for row, prompt in lacking.items():
         source = holders.get((parts[row], prompt), holders.get((-1, prompt)))
         if held[row] is not None:
@@ -139,7 +141,8 @@ def num_fitting(
     waiting: Iterable[PartialRequest], table: SlotTable, fetch_tokens: int, budget: int
 ) -> int:
     """Return how many waiting requests, in order, fit; at least one if no row is busy."""
-    held, count = int(needed_B(table, fetch_tokens).sum()), 0
+    held = int(needed_B(table, fetch_tokens).sum())
+    count = 0
     for p in waiting:
         held += needed_by(p, table, fetch_tokens)
         if held > budget and (count or table.num_busy):
@@ -151,7 +154,8 @@ def num_fitting(
 def rows_to_preempt(table: SlotTable, fetch_tokens: int, budget: int) -> list[int]:
     """Return the newest rows that must leave so that the rest fit; the oldest row always stays."""
     needed = needed_B(table, fetch_tokens)
-    excess, rows = int(needed.sum()) - budget, list[int]()
+    excess = int(needed.sum()) - budget
+    rows = list[int]()
     newest_first = reversed(table.oldest_first()[1:]) if excess > 0 else ()
     for row in newest_first:
         if excess > 0:
@@ -176,8 +180,10 @@ def assign(
     rows that hold one of `wanted_later` (prompt numbers of later requests), are given to other
     prompts last. Of equal rows, the row with the oldest last request is taken.
     """
-    rows, busy = list[int](), np.nonzero(table.busy_B)[0].tolist()
-    room, common = _room(table, pages, fetch_tokens, busy), _Common(pages, table, busy)
+    rows = list[int]()
+    busy = np.nonzero(table.busy_B)[0].tolist()
+    room = _room(table, pages, fetch_tokens, busy)
+    common = _Common(pages, table, busy)
     free = table.free_rows()
     waiting = waiting[: len(free)]
     claimed = _claimed(waiting, table, free)
@@ -220,7 +226,8 @@ def _claimed(waiting: Sequence[PartialRequest], table: SlotTable, free: Sequence
 
 def _room(table: SlotTable, pages: PageTable, fetch_tokens: int, busy: Sequence[int]) -> list[int]:
     """Return, for each part, how many pages busy rows do not need until the next fetch."""
-    needed, used_P = needed_B(table, fetch_tokens), pages.used_by(busy)
+    needed = needed_B(table, fetch_tokens)
+    used_P = pages.used_by(busy)
     room = [len(some) - int(some.sum()) for some in np.split(used_P, pages.ways)]
     for row in busy:
         more = pages.pages_for(int(needed[row])) - int(pages.held_B[row])
@@ -232,14 +239,17 @@ class _Common:
     """The pages that a waiting request would share with requests that have a row."""
 
     def __init__(self, pages: PageTable, table: SlotTable, busy: Sequence[int]) -> None:
-        self._pages, self._table, self._used_P = pages, table, pages.used_by(busy)
+        self._pages = pages
+        self._table = table
+        self._used_P = pages.used_by(busy)
         key = {row: (pages.part_B[row], int(table.prompt_B[row])) for row in busy}
         self._wanted = set(key.values())  # also by rows that still lack the prompt
         self._held = {key[row] for row in busy if table.prompts[row] is not None}
 
     def num_pages(self, p: PartialRequest, number: int, row: int) -> int:
         """Return how many pages request `p`, with this prompt, would share in this row."""
-        key, prompt_tokens = (self._pages.part_B[row], number), len(p.request.prompt_ids) - 1
+        key = (self._pages.part_B[row], number)
+        prompt_tokens = len(p.request.prompt_ids) - 1
         full = prompt_tokens // self._pages.page_tokens
         if p.kv is not None:
             return full if key in self._held else 0
@@ -249,7 +259,8 @@ class _Common:
 
     def add(self, p: PartialRequest, number: int, row: int) -> None:
         """Record that request `p` was assigned to `row`."""
-        key, reused = (self._pages.part_B[row], number), self._reused(p, row)
+        key = (self._pages.part_B[row], number)
+        reused = self._reused(p, row)
         self._wanted.add(key)
         if p.kv is not None or reused == len(p.request.prompt_ids) - 1 > 0:
             self._held.add(key)

@@ -30,7 +30,8 @@ def make_slots(ints_BC: jax.Array, floats_B2: jax.Array, key: jax.Array) -> Slot
     """Make device slots from host tables: integer `COLUMNS`, and (temperature, top_p)."""
     column = dict(zip(COLUMNS, ints_BC.T, strict=True))
     keys = jax.vmap(lambda r: jax.random.fold_in(key, r))(column.pop("request_id"))
-    active, top_k_B = column.pop("active") > 0, column.pop("top_k")
+    active = column.pop("active") > 0
+    top_k_B = column.pop("top_k")
     processing = Processing(floats_B2[:, 0], top_k_B, floats_B2[:, 1])
     return Slots(**column, active=active, keys=keys, processing=processing).pinned()
 

@@ -29,7 +29,8 @@ from reprise.spec.reuse.chunk_price import ChunkPrice
 from reprise.spec.reuse.prefix_rule import PrefixRule
 from reprise.spec.sampling import NOISE_NAMES
 
-PRIOR_KEPT, PRIOR_TOKENS = 9.0, 10.0  # kept and verified tokens assumed at the start of a rollout
+PRIOR_KEPT = 9.0
+PRIOR_TOKENS = 10.0  # kept and verified tokens assumed at the start of a rollout
 
 
 class CachedPrefixes:
@@ -54,8 +55,11 @@ class CachedPrefixes:
         begun_counts: CachedCounts | None = None,
         early_miss_rate: float = FIRST_RATE,
     ) -> None:
-        self.in_chunks, self.price = in_chunks, price
-        self._rule, self._endings, self.counts = rule, endings, counts
+        self.in_chunks = in_chunks
+        self.price = price
+        self._rule = rule
+        self._endings = endings
+        self.counts = counts
         self._begun_counts = begun_counts or CachedCounts()
         self._early_miss_rate = early_miss_rate
         self.tokens_BL = np.zeros((num_slots, longest), np.int32)
@@ -121,12 +125,17 @@ class CachedPrefixes:
 
         `ends` is the number of its rule in `Endings`.
         """
-        request, prefix, response = partial.request, partial.prefix, _NONE
-        self.end_B[row], self.total_reused_B[row], self.of_begun_B[row] = 0, 0, False
+        request = partial.request
+        prefix = partial.prefix
+        response = _NONE
+        self.end_B[row] = 0
+        self.total_reused_B[row] = 0
+        self.of_begun_B[row] = False
         self.watched_B[row] = False
         self.rate_B[row] = FIRST_RATE if request.cached is None else request.cached.miss_rate
         if prefix is not None:
-            self.total_reused_B[row], response = prefix.reused_tokens, prefix.response_ids
+            self.total_reused_B[row] = prefix.reused_tokens
+            response = prefix.response_ids
         begun = self._usable(request, ends, np.asarray(request.begun, np.int32))
         self.begun_BL[row, : len(begun)], self.begun_tokens_B[row] = begun, len(begun)
         if not self._start_cached(row, partial, ends, begun):
@@ -136,7 +145,8 @@ class CachedPrefixes:
         self, row: int, partial: PartialRequest, ends: int, begun: np.ndarray
     ) -> bool:
         """Start the chain of the cached response of a row; return False if it cannot be used."""
-        request, rule = partial.request, self._rule
+        request = partial.request
+        rule = self._rule
         if rule is None or request.cached is None or partial.num_tokens > self.total_reused_B[row]:
             return False
         tokens = self._usable(request, ends, request.cached.tokens)
@@ -145,7 +155,8 @@ class CachedPrefixes:
             return False
         if not self.given and len(begun) and begun.tolist() != tokens[: len(begun)].tolist():
             return False  # newer weights drew other tokens
-        self.tokens_BL[row, :n], self.end_B[row] = tokens, n
+        self.tokens_BL[row, :n] = tokens
+        self.end_B[row] = n
         if self.given:
             name = request.request_id % NOISE_NAMES  # requests started ahead draw as in the step
             self.min_logprobs_BL[row, :n] = rule.min_logprobs(name, request.cached, n)
@@ -158,14 +169,16 @@ class CachedPrefixes:
 
     def _resume_begun(self, row: int, response: np.ndarray) -> None:
         """Start the chain of early tokens if they start with the response so far."""
-        n, begun = len(response), self.begun_BL[row, : self.begun_tokens_B[row]]
+        n = len(response)
+        begun = self.begun_BL[row, : self.begun_tokens_B[row]]
         if n < len(begun) and np.array_equal(begun[:n], response):
             self.tokens_BL[row, : len(begun)], self.end_B[row] = begun, len(begun)
             self.of_begun_B[row] = True
 
     def most_gained(self, waiting: PartialRequest) -> int:
         """Return how many tokens of a waiting request chunks may verify."""
-        cached, begun = waiting.request.cached, waiting.request.begun
+        cached = waiting.request.cached
+        begun = waiting.request.begun
         max_length = max(0 if cached is None else len(cached.tokens), len(begun))
         return max(0, max_length - waiting.num_tokens) if self.in_chunks else 0
 
@@ -177,7 +190,8 @@ class CachedPrefixes:
         """Write chains of up to `most_A` tokens to the drafts of their requests."""
         rates = [_kept_rate(self.counts), _kept_rate(self._begun_counts)]
         emitted_A = live.total_tokens_A - live.prompt_tokens_A
-        rows_A, source = live.rows_A, int(Source.CACHED)
+        rows_A = live.rows_A
+        source = int(Source.CACHED)
         rate_A = np.where(self.of_begun_B[rows_A], rates[1], rates[0])
         most_A = np.minimum(most_A, self.chunks_end_B[rows_A] - emitted_A)
         _draft(self.tokens_BL, rows_A, emitted_A, most_A, rate_A, source, drafts)
@@ -206,9 +220,11 @@ class CachedPrefixes:
         limit_B: np.ndarray,
     ) -> np.ndarray:
         """Return the kinds of draws after chunk tokens; 0 past the first mismatch of a row."""
-        ruled_B, end_B = self.given & ~self.of_begun_B, np.minimum(self.end_B, limit_B)
-        rows = prompt_tokens_B, emitted_B, end_B, ruled_B, self.tokens_BL
-        return _stand(chunks_TX, drawn_X, kind_X, *rows)
+        ruled_B = self.given & ~self.of_begun_B
+        end_B = np.minimum(self.end_B, limit_B)
+        return _stand(
+            chunks_TX, drawn_X, kind_X, prompt_tokens_B, emitted_B, end_B, ruled_B, self.tokens_BL
+        )
 
     def commit(
         self,
@@ -233,7 +249,8 @@ class CachedPrefixes:
         total_B = emitted_B + count_B
         over_B = (reused_B < count_B) | (total_B >= self.end_B) | stopped_B
         for row in np.nonzero(over_B & (self.end_B > 0) & (count_B > 0))[0].tolist():
-            before, now = int(emitted_B[row]), int(count_B[row])
+            before = int(emitted_B[row])
+            now = int(count_B[row])
             is_begun = bool(self.of_begun_B[row])
             counts = self._begun_counts if is_begun else self.counts
             reused = before + int(reused_B[row]) if is_begun else int(self.total_reused_B[row])
@@ -262,8 +279,10 @@ class CachedPrefixes:
         prefix = dataclasses.replace(prefix, reused_tokens=n)
         if not self.given or scores is None:
             return prefix
-        emission, versions = prefix.emission_logprobs.copy(), prefix.policy_versions.copy()
-        emission[:n], versions[:n] = scores.emission_logprobs[:n], scores.policy_versions[:n]
+        emission = prefix.emission_logprobs.copy()
+        versions = prefix.policy_versions.copy()
+        emission[:n] = scores.emission_logprobs[:n]
+        versions[:n] = scores.policy_versions[:n]
         return dataclasses.replace(prefix, emission_logprobs=emission, policy_versions=versions)
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -293,7 +312,8 @@ def _draft(tokens_BL, rows_A, emitted_A, most_A, rate_A, source, drafts):  # typ
         for n in range(max(most_A[a], 0)):
             prob *= rate_A[a]
             drafts.tokens_AN[a, n] = tokens_BL[rows_A[a], emitted_A[a] + n]
-            drafts.parents_AN[a, n], drafts.prob_AN[a, n] = n - 1, prob
+            drafts.parents_AN[a, n] = n - 1
+            drafts.prob_AN[a, n] = prob
             drafts.sources_AN[a, n] = source
             drafts.count_A[a] = n + 1
 
@@ -326,11 +346,14 @@ def _give_chunks(chunks_TX, prompt_B, end_B, tokens_BL, min_BL, given_2X):  # ty
 
 @numba.njit(cache=True, nogil=True)
 def _stand(chunks_TX, drawn_X, kind_X, prompt_B, emitted_B, end_B, ruled_B, tokens_BL):  # type: ignore[no-untyped-def]
-    C, result_X, at_B = chunks_TX.shape[1] - 2, np.zeros_like(kind_X), emitted_B.copy()
+    C = chunks_TX.shape[1] - 2
+    result_X = np.zeros_like(kind_X)
+    at_B = emitted_B.copy()
     for t in range(len(chunks_TX)):
         b = chunks_TX[t, 0]
         for c in range(C if b >= 0 else 0):
-            x, at = t * C + c, chunks_TX[t, 1] + c + 1 - prompt_B[b]
+            x = t * C + c
+            at = chunks_TX[t, 1] + c + 1 - prompt_B[b]
             if at != at_B[b] or at >= end_B[b]:
                 continue
             result_X[x] = kind_X[x]

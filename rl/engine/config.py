@@ -43,7 +43,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value, low = getattr(self, field.name), 0 if field.name in MAY_BE_ZERO else 1
+            value = getattr(self, field.name)
+            low = 0 if field.name in MAY_BE_ZERO else 1
             if isinstance(value, int) and value < low:
                 raise ValueError(f"{field.name} must be at least {low}, got {value}")
 
@@ -70,7 +71,8 @@ class EngineConfig:
         Each way has at least one page more than a slot can need, since a shared prompt may end
         inside a page. Raises ValueError if `pages` is too small for that.
         """
-        high, ways = self.slot_pages(longest_tokens), batch_ways
+        high = self.slot_pages(longest_tokens)
+        ways = batch_ways
         pages = found_size("Engine.pages", self.pages)
         if not pages:
             return ways * max(high + 1, -(-num_slots // ways) * high)

@@ -157,7 +157,8 @@ class Endings:
 
     def read(self, rule: int, tokens: np.ndarray) -> tuple[int, int, bool]:
         """Return (tokens up to the end, state after these tokens, whether the response stops)."""
-        count_B, stopped_B = np.array([len(tokens)], np.int32), np.zeros(1, bool)
+        count_B = np.array([len(tokens)], np.int32)
+        stopped_B = np.zeros(1, bool)
         state_B = np.zeros(1, np.int32)
         tokens_BN = np.ascontiguousarray(tokens, np.int32)[None]
         self.cut(tokens_BN, count_B, np.array([rule], np.int32), state_B, stopped_B)
@@ -172,7 +173,8 @@ class Endings:
         stopped_B: np.ndarray,
     ) -> None:
         """Lower `count_B` to the tokens up to each end; set `stopped_B` and advance `state_B`."""
-        tables, texts = self._tables, self._texts or NO_TEXT
+        tables = self._tables
+        texts = self._texts or NO_TEXT
         _cut(
             tokens_BN,
             count_B,
@@ -201,7 +203,8 @@ def _automaton(strings: Sequence[bytes]) -> Automaton:
                 edges[state][byte] = len(edges) - 1
             state = edges[state][byte]
         complete[state] = True
-    next_SC, complete_S = np.zeros((len(edges), 256), np.int16), np.array(complete)
+    next_SC = np.zeros((len(edges), 256), np.int16)
+    complete_S = np.array(complete)
     queue = [(0, 0)]  # (state, state of its longest proper suffix): shorter texts first
     for state, back in queue:
         if state:
@@ -230,10 +233,12 @@ def _cut(  # type: ignore[no-untyped-def]
     for b in range(len(count_B)):
         if not count_B[b]:  # its rule may have been removed
             continue
-        state, rule = state_B[b], rule_B[b]
+        state = state_B[b]
+        rule = rule_B[b]
         first = first_R[rule]
         for n in range(count_B[b]):
-            token, ends = tokens_BN[b, n], False
+            token = tokens_BN[b, n]
+            ends = False
             if first >= 0 and token + 1 < len(starts):
                 for i in range(starts[token], starts[token + 1]):
                     state = next_SC[first + state, bytes_N[i]]
@@ -241,6 +246,7 @@ def _cut(  # type: ignore[no-untyped-def]
             for e in range(ids_RE.shape[1]):
                 ends = ends or token == ids_RE[rule, e]
             if ends:
-                count_B[b], stopped_B[b] = n + 1, True
+                count_B[b] = n + 1
+                stopped_B[b] = True
                 break
         state_B[b] = state

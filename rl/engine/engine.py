@@ -85,7 +85,8 @@ class Engine(ModelRunner):
     def where(self) -> str:
         """Return a name for the devices of this engine."""
         devices = [self.device] if self.mesh is None else list(self.mesh.devices.flat)
-        first, more = devices[0] or jax.local_devices()[0], len(devices) - 1
+        first = devices[0] or jax.local_devices()[0]
+        more = len(devices) - 1
         return f"{first.platform}:{first.id}" + (f" and {more} more" if more else "")
 
     def abandoned(self) -> Engine:
@@ -124,7 +125,8 @@ class Engine(ModelRunner):
         """
         self.check(requests, spec.sampling)
         spec.endings(requests)
-        max_tokens, done = longest_tokens(requests, spec.sampling), dict[int, Trajectory]()
+        max_tokens = longest_tokens(requests, spec.sampling)
+        done = dict[int, Trajectory]()
         with self.rollout(spec, max_requests=len(requests), max_tokens=max_tokens, stats=stats):
             self._waiting.add([PartialRequest(r) for r in requests], is_new=True)
             if self._table.cached is not None:
@@ -155,11 +157,13 @@ class Engine(ModelRunner):
         At most `max_requests` run concurrently, each with at most `max_tokens` of prompt and
         response together; all hold at most `kv_tokens` cache positions, if set.
         """
-        self.stats, self._spec = stats or EngineStats(), spec
+        self.stats = stats or EngineStats()
+        self._spec = spec
         self._kv_tokens = UNLIMITED if kv_tokens is None else kv_tokens
         drafting = spec.drafts(self.drafter_context(spec))
         self._speculator = Speculator(self.config, drafting, self.stats)
-        num_slots, cached = self.slots_for(max_requests), None
+        num_slots = self.slots_for(max_requests)
+        cached = None
         self.expect(max_requests, max_tokens)
         endings = spec.endings()
         if spec.rule is not None or spec.begun:
@@ -213,7 +217,8 @@ class Engine(ModelRunner):
 
     def step(self) -> list[Event]:
         """Admit, run the rounds of one fetch, retire; return finished requests and chunks."""
-        start_s, num_programs = self.clock(), compilations.num_programs()
+        start_s = self.clock()
+        num_programs = compilations.num_programs()
         assert not self._table.chunk_ended_rows(), "each is extended or taken before the next step"
         self._admit()
         self.make_room()
@@ -239,7 +244,8 @@ class Engine(ModelRunner):
         """Yield requests after the end of their chunks, in batches of one read; free their rows."""
         if not request_ids:
             return  # as after most rounds; the device keeps its copy of the table
-        rows, P = self._rows_of(request_ids), self.config.prefill_rows
+        rows = self._rows_of(request_ids)
+        P = self.config.prefill_rows
         self._speculator.left(self._table.view(rows))
         self._rows.changed()
         for first in range(0, len(rows), P):
@@ -297,12 +303,14 @@ class Engine(ModelRunner):
 
     def _admit(self) -> None:
         """Fill free rows while the cache has room."""
-        rows, waiting = self._rows, self._waiting
+        rows = self._rows
+        waiting = self._waiting
         while len(waiting) and (free := len(self._table.free_rows())):
             first = waiting.first(free)
             if waiting.partial:
-                limits = self._fetch_tokens, self._kv_tokens
-                first = first[: admission.num_fitting(first, self._table, *limits)]
+                first = first[
+                    : admission.num_fitting(first, self._table, self._fetch_tokens, self._kv_tokens)
+                ]
             places = rows.places(first, self._fetch_tokens, waiting.prompts)
             if not places:
                 break
@@ -348,9 +356,10 @@ class Engine(ModelRunner):
         pricing_s = self.clock() - ready_s
         live = table.live() if table.verifies_in_chunks else live  # rows may decode instead
         if draws is None:
-            sizes = len(table), self._rows.num_positions
             missing = table.num_prompts_missing
-            drafts, decision = self._speculator.decide(live, *sizes, table.cached, missing)
+            drafts, decision = self._speculator.decide(
+                live, len(table), self._rows.num_positions, table.cached, missing
+            )
         drafted_s = self.clock()
         limits = Limits(self._stop_after(), self._fetch_tokens)
         prompt_tokens = self.stats.prefilled_tokens
@@ -363,8 +372,9 @@ class Engine(ModelRunner):
             tokens_BN, count_B, rounds_B = self._rounds.run(live, drafts, decision, limits)
             self._price_rounds(decision.num_nodes, count_B[live.rows_A], rounds_B[live.rows_A])
         if drafts is not None:
-            emitted = tokens_BN[live.rows_A], count_B[live.rows_A]
-            self._speculator.observe(live, drafts, decision.taken_A, *emitted)
+            self._speculator.observe(
+                live, drafts, decision.taken_A, tokens_BN[live.rows_A], count_B[live.rows_A]
+            )
         num_cached = self._speculator.num_cached(drafts, decision) if table.cached else 0
         (rows_A,) = np.nonzero(table.live_B)  # includes rows that lacked tokens before
         self.stats.timeline.append(
@@ -407,7 +417,8 @@ class Engine(ModelRunner):
 
     def _retire_ended(self) -> list[Trajectory]:
         """Free the rows of requests that the last rounds finished; return the trajectories."""
-        spec, table = self._spec, self._table
+        spec = self._spec
+        table = self._table
         rows = np.array(table.ended_rows(), int)
         if not len(rows):
             return []
@@ -418,7 +429,8 @@ class Engine(ModelRunner):
         return [table.retire(b, spec.policy_version) for b in rows.tolist()]
 
     def _chunk_ends(self) -> list[ChunkEnd]:
-        ids_B, emitted_B = self._table.request_ids_B, self._table.emitted_B
+        ids_B = self._table.request_ids_B
+        emitted_B = self._table.emitted_B
         return [ChunkEnd(int(ids_B[b]), int(emitted_B[b])) for b in self._table.chunk_ended_rows()]
 
     def _rows_of(self, request_ids: Sequence[int]) -> np.ndarray:

@@ -42,7 +42,8 @@ class LaunchRecord:
     """The digest of the launches of one engine; without an observer nothing is recorded."""
 
     def __init__(self, observer: Lockstep | None) -> None:
-        self._observer, self._digest = observer, 0
+        self._observer = observer
+        self._digest = 0
 
     def note(
         self, program: str, sizes: tuple[int, ...], table: SlotTable, *inputs: np.ndarray | None

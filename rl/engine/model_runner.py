@@ -164,8 +164,7 @@ class ModelRunner:
                 where = sharding.fitting_sharding(self.mesh, shape, ENTRY_AXES[: len(shape)])
             return self._zeros(shape, dtype, where)
 
-        size = num_entries, self.dtype, self.feature_layers
-        return no_pending(self.model, *size, zeros)
+        return no_pending(self.model, num_entries, self.dtype, self.feature_layers, zeros)
 
     def zero_pages(
         self, shape: Sequence[int], dtype: Any, axes: Sequence[str | None] = CACHE_AXES
@@ -181,7 +180,8 @@ class ModelRunner:
     @contextlib.contextmanager
     def shapes_only(self) -> Iterator[None]:
         """Make shapes instead of arrays in this thread, so that steps can be lowered on them."""
-        before, self._held.shapes = self.makes_shapes, True
+        before = self.makes_shapes
+        self._held.shapes = True
         try:
             yield
         finally:
@@ -230,7 +230,8 @@ class ModelRunner:
 
         With enough rows there are at least `num_at_once` programs.
         """
-        sizes, parts = self.drawing_chunks(num_slots), list[int]()
+        sizes = self.drawing_chunks(num_slots)
+        parts = list[int]()
         each = max(num_rows // self.num_at_once, sizes[0])
         while num_rows > 0:
             fitting = [n for n in sizes if n <= min(each, num_rows)]

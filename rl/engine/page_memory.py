@@ -50,7 +50,8 @@ class PageMemory:
     def reset(self, num_slots: int) -> None:
         """Start with no page in use; keep a cache of the same size."""
         runner = self._runner
-        num_pages, T = runner.num_pages, runner.config.page_tokens
+        num_pages = runner.num_pages
+        T = runner.config.page_tokens
         if self.cache is None or self.cache.values[0].shape[::2] != (num_pages, T):
             self.cache = None  # free the old cache before the allocation
             self.cache = runner.empty_cache(num_slots)
@@ -96,11 +97,13 @@ class PageMemory:
         if self._pages.held_B[oldest].all():  # no row waits for a prompt
             short_B = self._short_B(needed_B)
             rows = [row for row in oldest if short_B[row]]
-        leaving, older = list[int](), set[tuple[int, int]]()  # parts and prompts of rows that stay
+        leaving = list[int]()
+        older = set[tuple[int, int]]()  # parts and prompts of rows that stay
         for row in rows:
             if row in leaving:
                 continue
-            part, waits = self._pages.part_B[row], self._waits(table, row, older)
+            part = self._pages.part_B[row]
+            waits = self._waits(table, row, older)
             while not waits and not self.reserve(row, int(needed_B[row])):
                 if self._forget_prompt(table, part):
                     continue
@@ -122,7 +125,8 @@ class PageMemory:
         """Return whether a row without pages waits for its prompt from an `older` row or holder."""
         if self._pages.held_B[row] or not self._lacks_prompt(table, row):
             return False
-        part, number = self._pages.part_B[row], int(table.prompt_B[row])
+        part = self._pages.part_B[row]
+        number = int(table.prompt_B[row])
         return (part, number) in older or bool(self._holders(table, part, number))
 
     @staticmethod
@@ -141,7 +145,8 @@ class PageMemory:
 
         The only copy of a prompt that rows without pages wait for is released as a last resort.
         """
-        pages, missing = self._pages, table.lacking()
+        pages = self._pages
+        missing = table.lacking()
         waited_for = {
             number
             for row, number in missing.items()
@@ -186,7 +191,8 @@ class PageMemory:
 
         The full pages of a prompt that another row of the part holds are shared, not written.
         """
-        pages, self._shared = self._pages, {}
+        pages = self._pages
+        self._shared = {}
         for kv, row in brought:
             part = pages.part_B[row]
             full = (int(table.prompt_tokens_B[row]) - 1) // pages.page_tokens
@@ -232,7 +238,8 @@ class PageMemory:
 
     def books(self, table: SlotTable) -> str:
         """Describe current allocations for error messages."""
-        pages, books = self._pages, list[str]()
+        pages = self._pages
+        books = list[str]()
         for row in range(len(table)):
             state = f"lacks {table.missing_tokens_B[row]}" if table.busy_B[row] else "free"
             has = "has" if table.prompts[row] is not None else "has not"
@@ -251,7 +258,8 @@ class PageMemory:
 
     def share(self, copies: Sequence[tuple[int, int]], table: SlotTable) -> list[int]:
         """Share prompts, (from row, to row); return the rows that received a prompt."""
-        result, moved = list[int](), list[tuple[int, int]]()
+        result = list[int]()
+        moved = list[tuple[int, int]]()
         oldest = next(iter(table.lacking()))
         for source, row in copies:
             if table.prompts[source] is None:
@@ -260,7 +268,8 @@ class PageMemory:
             if copied is not None:
                 moved += copied
                 result.append(row)
-        cache, table_BN = self.held, self.held.table_BN
+        cache = self.held
+        table_BN = self.held.table_BN
         for places in _parts(moved, cache_ops.PAGES_AT_ONCE):
             source_X, target_X = (self._runner.put(x) for x in places)
             cache = cache_ops.copy_pages(_tableless(cache), source_X, target_X)
@@ -272,7 +281,8 @@ class PageMemory:
     ) -> list[tuple[int, int]] | None:
         """Share a prompt and reserve pages for a row; return the pages to copy, None if too few."""
         self._release(row)
-        part, self._stale = self._pages.part_B[row], True
+        part = self._pages.part_B[row]
+        self._stale = True
         needed = int(admission.needed_B(table, self._ahead_tokens)[row])
         while True:
             copied = self._pages.share(source, row, int(table.prompt_tokens_B[row]) - 1)
@@ -286,7 +296,8 @@ class PageMemory:
 
     def insert(self, entering: Sequence[tuple[HostKv, int]]) -> None:
         """Write keys and values from the host to the starts of rows, but not to shared pages."""
-        runner, table_BN = self._runner, self.held.table_BN
+        runner = self._runner
+        table_BN = self.held.table_BN
         cache = _tableless(self.held)
         for kv, row in entering:
             pages = self._pages.pages_of(row, kv.num_tokens).tolist()
@@ -299,7 +310,8 @@ class PageMemory:
 
     def read(self, rows: Sequence[int], num_tokens: Sequence[int]) -> list[HostKv]:
         """Return keys and values of the first `num_tokens` tokens of rows, on the host."""
-        cache, result = _tableless(self.held), list[HostKv]()
+        cache = _tableless(self.held)
+        result = list[HostKv]()
         for row, tokens in zip(rows, num_tokens, strict=True):
             pages = self._pages.pages_of(row, tokens).tolist()
             parts = []
@@ -312,7 +324,8 @@ class PageMemory:
 
     def copy_states(self, row: int, num_tokens: int) -> list[tuple[int, jax.Array]]:
         """Return device copies of the hidden states of the first tokens of a row."""
-        [pages_P1TF], T = self.held.features, self._pages.page_tokens
+        [pages_P1TF] = self.held.features
+        T = self._pages.page_tokens
         pages = self._pages.pages_of(row, num_tokens).tolist()
         size = max(1, cache_ops.STATE_COPY_TOKENS // T)
         return [
@@ -327,7 +340,8 @@ class PageMemory:
         self, table: SlotTable, useful: Sequence[int], num_slots: int
     ) -> list[int] | None:
         """Return the rows to keep in a smaller batch, by part; None if the batch cannot shrink."""
-        ways, pages = self._pages.ways, self._pages
+        ways = self._pages.ways
+        pages = self._pages
         by_part = [[r for r in useful if pages.part_B[r] == part] for part in range(ways)]
         each, more = divmod(num_slots, ways)
         if more or any(table.busy_B[rows[each:]].any() for rows in by_part):
@@ -336,8 +350,10 @@ class PageMemory:
 
     def widened(self, num_rows: int, num_slots: int) -> list[int]:
         """Return the old index of each row of a larger batch; rows from `num_rows` on are new."""
-        ways, new = self._pages.ways, iter(range(num_rows, num_slots))
-        each, more = num_rows // ways, (num_slots - num_rows) // ways
+        ways = self._pages.ways
+        new = iter(range(num_rows, num_slots))
+        each = num_rows // ways
+        more = (num_slots - num_rows) // ways
         rows = list[int]()
         for part in range(ways):
             rows += [*range(part * each, (part + 1) * each), *(next(new) for _ in range(more))]

@@ -66,9 +66,12 @@ class Rounds:
         self._runner = runner
         self._rows = rows
         self._table = table
-        self._speculator, self._stats = speculator, stats
-        self._stop_E, self._scheme = runner.put(spec.stop_ids), spec.sampling.scheme
-        self._key, self.params = runner.put(spec.key), spec.params
+        self._speculator = speculator
+        self._stats = stats
+        self._stop_E = runner.put(spec.stop_ids)
+        self._scheme = spec.sampling.scheme
+        self._key = runner.put(spec.key)
+        self.params = spec.params
         self.called_s = self.fetched_s = 0.0  # of the last call
         self._busy = False  # whether the device has a call that is not yet fetched
         self.cached_in_chunks = 0  # cached tokens that chunks of the last call decided on
@@ -77,7 +80,8 @@ class Rounds:
         self, live: LiveSlots, drafts: Drafts | None, decision: DraftDecision, limits: Limits
     ) -> Fetched:
         """Run the rounds of a decision, which also compute the missing tokens of rows."""
-        self._busy, self.cached_in_chunks = False, 0
+        self._busy = False
+        self.cached_in_chunks = 0
         if decision.taken_A is not None:
             assert drafts is not None
             return self._verify(live, drafts, decision)
@@ -87,7 +91,9 @@ class Rounds:
 
     def _verify(self, live: LiveSlots, drafts: Drafts, decision: DraftDecision) -> Fetched:
         """Run one round with draft tokens, or with tokens that a rule may keep."""
-        B, M, taken_A = len(self._table), decision.num_nodes, decision.taken_A
+        B = len(self._table)
+        M = decision.num_nodes
+        taken_A = decision.taken_A
         assert taken_A is not None
         widest = self._runner.verify_options(self._scheme, B, M)["max_nodes"]
         nodes_5M = pack(drafts, taken_A, live.rows_A, B, M, widest)
@@ -104,8 +110,11 @@ class Rounds:
 
     def _round(self, nodes_5M: np.ndarray) -> jax.Array:
         """Call one round, with prompt chunks if rows lack tokens; return its result."""
-        table, rows, runner = self._table, self._rows, self._runner
-        slots, state = self._device_slots(), rows.for_round()
+        table = self._table
+        rows = self._rows
+        runner = self._runner
+        slots = self._device_slots()
+        state = rows.for_round()
         chunks_TX = rows.next_chunks() if rows.ready() else None
         sizes = len(table), nodes_5M.shape[1], rows.num_positions
         runner.record.note("a round", sizes, table, nodes_5M, chunks_TX)
@@ -125,9 +134,13 @@ class Rounds:
 
     def prompt_round(self) -> jax.Array:
         """Call one round without draft tokens that computes chunks; return its result."""
-        table, rows, runner = self._table, self._rows, self._runner
-        slots, state = self._device_slots(), rows.for_round()
-        chunks_TX, sizes = rows.next_chunks(), (len(table), rows.num_positions)
+        table = self._table
+        rows = self._rows
+        runner = self._runner
+        slots = self._device_slots()
+        state = rows.for_round()
+        chunks_TX = rows.next_chunks()
+        sizes = (len(table), rows.num_positions)
         runner.record.note("a prompt round", sizes, table, chunks_TX)
         *state, result, entries = decode_beside_chunks(
             self.params,
@@ -154,7 +167,9 @@ class Rounds:
         its tokens are decided on first; with `until_drafts`, also once few enough prompts are
         missing that drafts may be wanted.
         """
-        result, live_B, rows = list[jax.Array](), self._table.live_B, self._rows
+        result = list[jax.Array]()
+        live_B = self._table.live_B
+        rows = self._rows
         while len(result) < max_rounds and rows.ready() and not self._undecided(live_B):
             if until_drafts and not self._drafts_wait():
                 break
@@ -164,7 +179,8 @@ class Rounds:
 
     def draw_in_chunks(self, live: LiveSlots, draws: NextDraws) -> Fetched:
         """Decide, in chunks, on cached tokens of rows that do not take part in rounds yet."""
-        table, self._busy = self._table, False
+        table = self._table
+        self._busy = False
         assert table.cached is not None
         drafted_B = np.zeros(len(table), bool)
         drafted_B[draws.rows] = True
@@ -176,7 +192,8 @@ class Rounds:
         else:
             results, chunks_TX = self._chunks_alone(draws.rows)
             tokens, logprobs, kinds = self._fetched(live, _in_turn, results)
-            slots, first = _slot_X(chunks_TX), 0
+            slots = _slot_X(chunks_TX)
+            first = 0
         kinds = kinds.copy()
         kinds[first:] = table.cached.stand(
             chunks_TX,
@@ -200,13 +217,16 @@ class Rounds:
         runner = self._runner
         cache = self._rows.cache
         assert table.cached is not None
-        slots, passes = self._device_slots(), self._rows.passes_alone(rows)
-        options, calls = runner.prompt_options(self._scheme), []
+        slots = self._device_slots()
+        passes = self._rows.passes_alone(rows)
+        options = runner.prompt_options(self._scheme)
+        calls = []
         for chunks_TX in passes:
             inputs_2X = table.cached.give_chunks(chunks_TX, table.prompt_tokens_B)
             sizes = len(table), self._rows.num_positions
             runner.record.note("chunks alone", sizes, table, chunks_TX, inputs_2X)
-            chunks, inputs = runner.argument(chunks_TX), runner.argument(inputs_2X)
+            chunks = runner.argument(chunks_TX)
+            inputs = runner.argument(inputs_2X)
             call = partial(chunks_alone, self.params, cache, slots, chunks, inputs, **options)
             calls.append(call)
         results = runner.at_once(calls)
@@ -218,9 +238,12 @@ class Rounds:
 
     def _chunks_beside(self, at: Sequence[int]) -> tuple[jax.Array, np.ndarray]:
         """Call a round of roots with chunks that draw; return its draws and its chunks."""
-        table, rows, runner = self._table, self._rows, self._runner
+        table = self._table
+        rows = self._rows
+        runner = self._runner
         assert table.cached is not None
-        slots, state = self._device_slots(), rows.for_round()
+        slots = self._device_slots()
+        state = rows.for_round()
         chunks_TX = rows.pass_beside(at)
         inputs_2X = table.cached.give_chunks(chunks_TX, table.prompt_tokens_B)
         sizes = len(table), rows.num_positions
@@ -292,9 +315,11 @@ class Rounds:
 
     def _draft_on_device(self, live: LiveSlots, decision: DraftDecision, limits: Limits) -> Fetched:
         """Run rounds that draft and verify on the device; return counts, but no token table."""
-        table, drafter = self._table, self._speculator.in_rounds
+        table = self._table
+        drafter = self._speculator.in_rounds
         assert drafter is not None
-        B, rows = len(table), self._rows
+        B = len(table)
+        rows = self._rows
         options = self._runner.draft_options(self._scheme, B, decision)
         left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
         gain_B = np.minimum(left_B, options["shape"].tree_nodes)
@@ -303,13 +328,14 @@ class Rounds:
         inputs = drafter.enter_rounds(live, decision.tree_tokens)
         # the likeliest n draft tokens are at most n deep
         depth = min(inputs.depth, decision.tree_tokens)
-        limits_4 = [decision.num_rounds, *limits, depth]
-        scale_B, slots = np.ones(B, np.float32), self._device_slots()
+        bounds = [decision.num_rounds, *limits, depth]
+        scale_B = np.ones(B, np.float32)
+        slots = self._device_slots()
         if decision.scale_A is not None:
             scale_B[live.rows_A] = decision.scale_A
-        numbers = np.array(limits_4, np.int32), scale_B
+        limits_4 = np.array(bounds, np.int32)
         sizes = B, decision.num_nodes, rows.num_positions
-        self._runner.record.note("rounds that draft", sizes, table, *numbers)
+        self._runner.record.note("rounds that draft", sizes, table, limits_4, scale_B)
         *state, draft_cache, result = draft_rounds(
             self.params,
             *rows.for_round(),
@@ -318,20 +344,23 @@ class Rounds:
             inputs.cache,
             inputs.constants,
             inputs.table_RX,
-            *map(self._runner.argument, numbers),
+            self._runner.argument(limits_4),
+            self._runner.argument(scale_B),
             **options,
             drafting=inputs.drafting,
         )
         rows.stepped(*state)
         self._called()
-        total_B, rounds_B = np.zeros(B, np.int32), np.zeros(B, np.int32)
+        total_B = np.zeros(B, np.int32)
+        rounds_B = np.zeros(B, np.int32)
         acceptance = []
         for r in self._fetched(live, unpack_rounds, result):
             drawn_B = np.where(table.stopped_B, 0, r.count_B)  # the device does not know all stops
             count_B = self._commit(
                 r.tokens_BN, r.logprobs_BN, drawn_B, r.drafted_B > 0, np.zeros_like(drawn_B)
             )
-            total_B, rounds_B = total_B + count_B, rounds_B + (count_B > 0)
+            total_B = total_B + count_B
+            rounds_B = rounds_B + (count_B > 0)
             acceptance.append(self._speculator.observe_unseen(live, r, count_B))
         drafter.leave_rounds(table.view(live.rows_A), draft_cache, np.concatenate(acceptance))
         self._count(decision.num_nodes, int(rounds_B.max()))
@@ -351,7 +380,8 @@ class Rounds:
     def _called(self) -> None:
         """Record the time of the first device call before a fetch."""
         if not self._busy:
-            self.called_s, self._busy = self._runner.clock(), True
+            self.called_s = self._runner.clock()
+            self._busy = True
 
     def _commit(
         self,

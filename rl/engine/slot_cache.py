@@ -86,7 +86,9 @@ class SlotCache:
         waits: bool = True,
     ) -> None:
         """Replace the arrays that a round consumed; `waits` if its entries are still to write."""
-        self._memory.cache, self._pending, self._slots = cache, pending, slots
+        self._memory.cache = cache
+        self._pending = pending
+        self._slots = slots
         self._waits = waits
 
     def changed(self) -> None:
@@ -99,7 +101,8 @@ class SlotCache:
         The state of other rows on the device may be rounds ahead of the host.
         """
         if self._slots is None or self._joining:
-            columns, processing_B2 = self.table.device_columns(), self.table.device_processing()
+            columns = self.table.device_columns()
+            processing_B2 = self.table.device_processing()
             arguments = self._runner.slot_arguments(columns, processing_B2, key)
             if self._slots is None:
                 self._slots = cache_ops.make_slots(*arguments)
@@ -124,7 +127,8 @@ class SlotCache:
 
     def enter(self, requests: Sequence[PartialRequest], rows: Sequence[int]) -> None:
         """Put requests into free rows, and write the keys and values that requests bring."""
-        table, memory = self.table, self._memory
+        table = self.table
+        memory = self._memory
         brought = [(p.kv, row) for p, row in zip(requests, rows, strict=True) if p.kv is not None]
         if brought or table.keeps_responses:
             self._settled()  # pending entries must not go to pages that become shared
@@ -203,7 +207,8 @@ class SlotCache:
 
     def _priced(self, rows: Sequence[int], verifying: Sequence[int]) -> NextDraws | None:
         """Return the best pass of these rows if it pays, or None; rows left out decode."""
-        table, runner = self.table, self._runner
+        table = self.table
+        runner = self._runner
         assert table.cached is not None and table.cached.price is not None
         expected_R = table.cached.expected_tokens(rows, table.emitted_B, table.limit_B)
         order = np.argsort(-expected_R, kind="stable")
@@ -228,10 +233,12 @@ class SlotCache:
 
     def decode_cheap(self, rows: Sequence[int]) -> None:
         """Have entering rows decode if even a full pass of such rows would not pay."""
-        table, cached = self.table, self.table.cached
+        table = self.table
+        cached = self.table.cached
         if cached is None or cached.price is None or not table.verifies_in_chunks:
             return
-        price, at = cached.price, self._bucket
+        price = cached.price
+        at = self._bucket
         sizes = self._runner.drawing_chunks(len(table))
         expected_R = cached.expected_tokens(rows, table.emitted_B, table.limit_B)
         cheap_R = (expected_R > 0) & ~price.may_pay(expected_R, at, sizes)
@@ -251,7 +258,8 @@ class SlotCache:
 
     def next_chunks(self) -> np.ndarray:
         """Return the chunks that a round computes besides its nodes, for `Chunks.of_table`."""
-        table, T = self.table, self._runner.config.prefill_rows
+        table = self.table
+        T = self._runner.config.prefill_rows
         rows = self.ready()
         assert rows or table.live_B.any(), self._stuck()
         size = T, self._runner.chunk_tokens
@@ -307,7 +315,8 @@ class SlotCache:
         """Write the chunk entries of a round; return how many of their tokens rows lacked."""
         chunks = self._runner.argument(chunks_TX)
         self._memory.cache = cache_ops.write_chunks(self._memory.held, entries, chunks)
-        C, result = chunks_TX.shape[1] - 2, 0
+        C = chunks_TX.shape[1] - 2
+        result = 0
         for row, start in chunks_TX[chunks_TX[:, 0] >= 0, :2].tolist():
             result += self._filled(row, start + C)
         return result
@@ -346,7 +355,8 @@ class SlotCache:
         """Send finished responses, with the hidden states of their rows, if wanted."""
         table = self.table
         for row in rows:
-            request_id, num_tokens = int(table.request_ids_B[row]), int(table.total_tokens_B[row])
+            request_id = int(table.request_ids_B[row])
+            num_tokens = int(table.total_tokens_B[row])
             if delivery.wants(request_id, num_tokens):
                 tokens_T = table.tokens_BL[row, :num_tokens].copy()
                 copies = self._settled().copy_states(row, num_tokens - 1)
@@ -359,7 +369,8 @@ class SlotCache:
         """Start with an empty table and an empty cache; keep cache buffers that fit."""
         self.table = table
         self._memory.reset(len(table))
-        self._pending, self._waits = self._runner.empty_pending(len(table)), False
+        self._pending = self._runner.empty_pending(len(table))
+        self._waits = False
         self._slots = None
 
     def drop(self) -> None:
@@ -372,7 +383,8 @@ class SlotCache:
         The batch does not shrink while a row lacks tokens, so that fewer sizes of rounds have
         chunks.
         """
-        config, table = self._runner.config, self.table
+        config = self._runner.config
+        table = self.table
         shrinks = not table.keeps_responses  # a dialogue continues free rows
         while shrinks and config.slot_bucket(num_requests) < len(table) and not table.lacking():
             half = config.slot_bucket(-(-len(table) // 2))
@@ -389,7 +401,8 @@ class SlotCache:
         memory = self._settled() if self._waits else self._memory
         memory.take_rows(rows)
         self.table.keep(rows)
-        self._pending, self._slots = self._runner.empty_pending(len(rows)), None
+        self._pending = self._runner.empty_pending(len(rows))
+        self._slots = None
 
     def wait_in_turn(self) -> None:
         """Wait for moves of rows before other programs start, if processes share arrays."""

@@ -50,7 +50,8 @@ class Prompts:
         self._by_id: dict[tuple[int, int], KnownPrompt] = {}
 
     def of(self, request: Request) -> KnownPrompt:
-        prompt, adapter = request.prompt_ids, request.adapter
+        prompt = request.prompt_ids
+        adapter = request.adapter
         known = self._by_id.get((id(prompt), adapter)) or self._known.get((prompt, adapter))
         if known is None:
             known = KnownPrompt(len(self._known), prompt, np.array(prompt, np.int32))
@@ -75,7 +76,8 @@ class SlotTable:
         keeps_responses: bool = False,
         num_adapters: int = 1,
     ) -> None:
-        B, L = num_slots, max_tokens
+        B = num_slots
+        L = max_tokens
         self.num_adapters = num_adapters
         self.keeps_responses = keeps_responses  # in free rows, for prompts that continue them
         self.endings = endings or Endings(SamplingConfig())
@@ -179,19 +181,25 @@ class SlotTable:
 
     def enter(self, row: int, partial: PartialRequest, filled_tokens: int | None = None) -> None:
         """Put a request into a row that holds its first `filled_tokens` tokens (None means all)."""
-        request, prefix, endings = partial.request, partial.prefix, self.endings
+        request = partial.request
+        prefix = partial.prefix
+        endings = self.endings
         sampling = request.sampling or endings.sampling
         n = end = len(request.prompt_ids)
-        self.started[row], self.prompts[row] = partial, None
+        self.started[row] = partial
+        self.prompts[row] = None
         known = self.known_prompts.of(request)
-        self.adapter_B[row], self.retained_tokens_B[row] = request.adapter, 0
-        self.prompt_B[row], self.tokens_BL[row, :n] = known.number, known.tokens
+        self.adapter_B[row] = request.adapter
+        self.retained_tokens_B[row] = 0
+        self.prompt_B[row] = known.number
+        self.tokens_BL[row, :n] = known.tokens
         if prefix is not None:
             end = n + len(prefix.response_ids)
             self.tokens_BL[row, n:end] = prefix.response_ids
             self.logprobs_BL[row, n:end] = prefix.logprobs
             self.origins_BL[row, n:end] = prefix.origins
-        self.prompt_tokens_B[row], self.total_tokens_B[row] = n, end
+        self.prompt_tokens_B[row] = n
+        self.total_tokens_B[row] = end
         self.limit_B[row] = self.final_B[row] = request.limit(endings.sampling)
         self.rule_B[row] = rule = endings.enter(request.sampling)
         _, self.state_B[row], self.stopped_B[row] = endings.read(rule, self.tokens_BL[row, n:end])
@@ -203,7 +211,8 @@ class SlotTable:
         self._live = None
         self._num_entered += 1
         self.entered_B[row] = self._num_entered
-        self.request_ids_B[row], self.group_ids_B[row] = request.request_id, request.group_id
+        self.request_ids_B[row] = request.request_id
+        self.group_ids_B[row] = request.group_id
         if self.cached is not None:
             self.cached.enter(row, partial, rule)
             self._look_ahead(row)
@@ -212,7 +221,8 @@ class SlotTable:
     def _look_ahead(self, row: int) -> None:
         """Schedule cached tokens that a row may keep to be verified in chunks that draw."""
         assert self.cached is not None
-        first, now = int(self.prompt_tokens_B[row]), int(self.total_tokens_B[row])
+        first = int(self.prompt_tokens_B[row])
+        now = int(self.total_tokens_B[row])
         end = int(self.known_tokens_B[row]) + 1
         self.tokens_BL[row, now:end] = self.cached.tokens_BL[row, now - first : end - first]
         self.missing_tokens_B[row] = end - now
@@ -250,18 +260,28 @@ class SlotTable:
         token drawn from finite logits has. The first `reused_B` tokens were kept from a cached
         response; if a slot had draft tokens, its other tokens except the last were accepted.
         """
-        drawn_B, count_B = count_B, count_B.copy()
+        drawn_B = count_B
+        count_B = count_B.copy()
         self.endings.cut(tokens_BN, count_B, self.rule_B, self.state_B, self.stopped_B)
         is_same = self.endings.unknown_to_device or np.array_equal(count_B, drawn_B)
         assert is_same, "the device went on behind an end that it knows"
         if not np.isfinite(logprobs_BN).all():
             self._end_not_finite(logprobs_BN, count_B)
         if self.cached is not None:
-            state = self.emitted_B, self.stopped_B
-            reused_B = self.cached.commit(tokens_BN, count_B, reused_B, *state)
-        fetched = tokens_BN, logprobs_BN, count_B, drafted_B, reused_B
-        rows = self.tokens_BL, self.logprobs_BL, self.origins_BL, self.total_tokens_B
-        _append(*fetched, *rows)
+            reused_B = self.cached.commit(
+                tokens_BN, count_B, reused_B, self.emitted_B, self.stopped_B
+            )
+        _append(
+            tokens_BN,
+            logprobs_BN,
+            count_B,
+            drafted_B,
+            reused_B,
+            self.tokens_BL,
+            self.logprobs_BL,
+            self.origins_BL,
+            self.total_tokens_B,
+        )
         if self.verifies_in_chunks:
             for row in np.nonzero(self.missing_tokens_B * count_B)[0].tolist():
                 self._look_ahead(row)
@@ -314,7 +334,8 @@ class SlotTable:
     def leave(self, row: int, policy_version: int) -> PartialRequest:
         """Free the row, which keeps its cache entries; return its request and response so far."""
         left = self.so_far(row, policy_version)
-        self.started[row], self.busy_B[row] = None, False
+        self.started[row] = None
+        self.busy_B[row] = False
         self.endings.leave(int(self.rule_B[row]))
         if self.prompts[row] is not None:
             keeps = self.keeps_responses and not self.missing_tokens_B[row]
@@ -324,7 +345,8 @@ class SlotTable:
 
     def forget(self, row: int) -> None:
         """Record that the cache of a row holds nothing."""
-        self.prompts[row], self.retained_tokens_B[row] = None, 0
+        self.prompts[row] = None
+        self.retained_tokens_B[row] = 0
 
     def reusable_tokens(self, request: Request, rows: Sequence[int]) -> np.ndarray:
         """Return how many leading prompt tokens of a request each free row holds; int [R].
@@ -337,7 +359,8 @@ class SlotTable:
         if not self.keeps_responses:
             holds_R = np.array([self.prompts[row] == number for row in rows], bool)
             return np.where(holds_R, len(tokens_T) - 1, 0)
-        rows_R, tokens_T = np.asarray(rows, int), tokens_T[:-1]
+        rows_R = np.asarray(rows, int)
+        tokens_T = tokens_T[:-1]
         retained_R = np.where(
             self.adapter_B[rows_R] == request.adapter, self.retained_tokens_B[rows_R], 0
         )
@@ -352,10 +375,12 @@ class SlotTable:
         """Return the request of a busy row, with its response so far."""
         started = self.started[row]
         assert started is not None
-        first, end = int(self.prompt_tokens_B[row]), int(self.total_tokens_B[row])
+        first = int(self.prompt_tokens_B[row])
+        end = int(self.total_tokens_B[row])
         response = self.tokens_BL[row, first:end].copy()
         logprobs = self.logprobs_BL[row, first:end].copy()
-        emission, versions = logprobs, np.full(len(response), policy_version, np.int32)
+        emission = logprobs
+        versions = np.full(len(response), policy_version, np.int32)
         prefix = started.prefix
         if prefix is not None:
             known = len(prefix.response_ids)
@@ -468,7 +493,8 @@ def _append(  # type: ignore[no-untyped-def]
     for b in range(len(total_B)):
         for n in range(count_B[b]):
             at = total_B[b] + n
-            tokens_BL[b, at], logprobs_BL[b, at] = tokens_BN[b, n], logprobs_BN[b, n]
+            tokens_BL[b, at] = tokens_BN[b, n]
+            logprobs_BL[b, at] = logprobs_BN[b, n]
             origin = BONUS if n == count_B[b] - 1 else ACCEPTED
             origin = origin if drafted_B[b] else PLAIN
             origins_BL[b, at] = REUSED if n < reused_B[b] else origin

@@ -36,7 +36,8 @@ class Speculator:
         self._budget = budget or FixedBudget()
         in_time = self.drafter is None or not self.drafter.arrives_later
         self._undrafted = PlainSpell(RequestIndex(), *(UNDRAFTED_ROUNDS if in_time else (1, 1)))
-        self._config, self._stats = config, stats
+        self._config = config
+        self._stats = stats
         self.in_rounds: RoundsDrafter | None = None  # can draft on the device, as last decided
         self._drafted_A: np.ndarray | None = None  # requests with drafts; None if every request
         self._is_plain = False  # as last decided
@@ -68,13 +69,15 @@ class Speculator:
         Requests that may keep more of their cached response have no other drafts. Nothing is
         drafted while most rows lack their prompt.
         """
-        sizes, rounds = self._config.node_sizes(num_slots), self._config.rounds_per_fetch
+        sizes = self._config.node_sizes(num_slots)
+        rounds = self._config.rounds_per_fetch
         if num_missing:
             few = num_missing <= len(live)  # else `Rounds` computes prompts until few are missing
             sizes = self._config.sizes_beside_prompts(num_slots) if few else []
             if not sizes and self.drafter is not None:
                 rounds = 1
-        undrafted, self._drafted_A = plain(num_slots, rounds), None
+        undrafted = plain(num_slots, rounds)
+        self._drafted_A = None
         # the last token of a response is never drafted: verifying the token before draws it
         left_A = np.minimum(live.remaining_tokens_A - 1, self._config.max_nodes - 1)
         chained_A = np.zeros(len(live), bool)
@@ -126,7 +129,8 @@ class Speculator:
         """Return drafts; the drafter sees only requests that may have drafts."""
         max_nodes = self._config.max_nodes - 1
         if (max_A > 0).all():
-            drafts, self._lags = self._drafts_of(live, max_A), False
+            drafts = self._drafts_of(live, max_A)
+            self._lags = False
             return drafts
         self._drafted_A = max_A > 0
         drafts = no_drafts(len(live), max_nodes)
@@ -171,12 +175,15 @@ class Speculator:
         else:
             acceptance = round_acceptance(drafts, taken_A, tokens_AN, emitted_A)
             self._stats.count(drafts, acceptance)
-        observed, drafted_A = (live, drafts, acceptance), self._drafted_A
+        observed = acceptance
+        drafted_A = self._drafted_A
         if drafted_A is not None:
-            observed = live.take(drafted_A), drafts.take(drafted_A), acceptance.take(drafted_A)
-        if self.drafter is not None and len(observed[0]):
-            self._budget.observe(*observed)
-            self.drafter.observe(*observed[1:])
+            live = live.take(drafted_A)
+            drafts = drafts.take(drafted_A)
+            observed = acceptance.take(drafted_A)
+        if self.drafter is not None and len(live):
+            self._budget.observe(live, drafts, observed)
+            self.drafter.observe(drafts, observed)
         return acceptance
 
     def observe_unseen(self, live: LiveSlots, r: DraftedRound, count_B: np.ndarray) -> np.ndarray:
@@ -187,7 +194,8 @@ class Speculator:
         """
         assert self.in_rounds is not None
         live = live.take(count_B[live.rows_A] > 0)
-        drafts, emitted_A = r.drafts(live.rows_A, self.in_rounds.source), count_B[live.rows_A]
+        drafts = r.drafts(live.rows_A, self.in_rounds.source)
+        emitted_A = count_B[live.rows_A]
         if not len(live):
             return np.zeros((0, 2), int)
         tokens_AN = r.tokens_BN[live.rows_A]

@@ -38,7 +38,8 @@ class Ended:
 
     def states(self) -> HiddenStates:
         """Wait for the device; return the whole sequence on the host."""
-        T, (_, first_CW) = len(self.tokens_T), self.copies[0]
+        T = len(self.tokens_T)
+        _, first_CW = self.copies[0]
         hidden_TW = np.empty((T - 1, first_CW.shape[1]), first_CW.dtype)
         for start, copy_CW in self.copies:
             part_TW = np.asarray(copy_CW)[: T - 1 - start]
@@ -55,7 +56,8 @@ class StateDelivery:
     """
 
     def __init__(self, sink: HiddenStateSink | None, *, in_turn: bool = False) -> None:
-        self._sink, self._in_turn = sink, in_turn
+        self._sink = sink
+        self._in_turn = in_turn
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hidden states")
         self._waiting: collections.deque[tuple[Future[None], int]] = collections.deque()
         self._waiting_bytes = 0

@@ -205,8 +205,10 @@ def speculation_metrics(stats: EngineStats, times: RoundTimes | None = None) -> 
     seconds of rounds that `undisturbed` leaves out. `tokens_per_round` is per request; `host_share`
     is the share of the host in the seconds of rounds with draft tokens.
     """
-    drafted, accepted = stats.drafted_nodes, stats.accepted_tokens
-    metrics, clean = dict[str, float](), undisturbed(stats.timeline, times)
+    drafted = stats.drafted_nodes
+    accepted = stats.accepted_tokens
+    metrics = dict[str, float]()
+    clean = undisturbed(stats.timeline, times)
     if times is not None:
         of_cached = int(stats.accepted_by_source[Source.CACHED])
         metrics["spec/accepted_tokens"] = float(accepted - of_cached)
@@ -230,7 +232,8 @@ def speculation_metrics(stats: EngineStats, times: RoundTimes | None = None) -> 
     }
     for source in Source:
         if verified := int(stats.drafted_by_source[source]):
-            name, accepted = source.name.lower(), int(stats.accepted_by_source[source])
+            name = source.name.lower()
+            accepted = int(stats.accepted_by_source[source])
             metrics[f"spec/{name}/accept_rate"] = accepted / verified
             metrics[f"spec/{name}/speculated_fraction"] = accepted / max(stats.tokens, 1)
     return metrics
@@ -266,7 +269,8 @@ def undisturbed(
         fetch_s, round_s = medians[key]
         if len(some) < FEW:
             known = bool(paces and table[key])
-            fetch_s, round_s = 0.0, table[key] * np.median(paces) if known else math.inf
+            fetch_s = 0.0
+            round_s = table[key] * np.median(paces) if known else math.inf
         paused |= {id(r) for r in some if r.fetch_s > PAUSE * max(fetch_s, r.num_rounds * round_s)}
     return [r for r in clean if id(r) not in paused]
 

@@ -68,7 +68,8 @@ def fitted(spans: Sequence[Span], began_s: float, ended_s: float) -> list[Span]:
     """Return spans, moved together as little as possible to fit into `began_s … ended_s`."""
     if not spans:
         return []
-    first, last = min(s for s, _ in spans), max(e for _, e in spans)
+    first = min(s for s, _ in spans)
+    last = max(e for _, e in spans)
     move_s = min(0.0, ended_s - last)
     move_s = max(move_s, began_s - first)
     return [(s + move_s, e + move_s) for s, e in spans]
@@ -162,7 +163,8 @@ class WorkerLog:
 
     def _age(self, parts: Sequence[WorkerPart]) -> tuple[int, float]:
         """Return the maximum age of weights in use, in versions and in seconds."""
-        versions, seconds = 0, 0.0
+        versions = 0
+        seconds = 0.0
         for part in parts:
             ended_s = part.busy_s[-1][1] if part.busy_s else -math.inf
             newer = [t for v, t in self._since_s.items() if v > part.version and t < ended_s]
@@ -213,7 +215,8 @@ def read_workers(folder: Path) -> list[WorkerStep]:
     with held(folder) as run:
         if not run.exists(WORKERS_FILE):
             return []
-        path, content = run.path / WORKERS_FILE, run.read(WORKERS_FILE, 2 * MAX_BYTES)
+        path = run.path / WORKERS_FILE
+        content = run.read(WORKERS_FILE, 2 * MAX_BYTES)
     result = list[WorkerStep]()
     for number, line in enumerate(content.splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):
@@ -238,7 +241,8 @@ def of_json(value: Any, kind: Any) -> Any:
 
     Raises ValueError for a value of another kind.
     """
-    args, make = typing.get_args(kind), kind
+    args = typing.get_args(kind)
+    make = kind
     if dataclasses.is_dataclass(kind):
         hints: dict[str, Any] = _hints(kind)
         if type(value) is dict and value.keys() == hints.keys():

@@ -128,7 +128,9 @@ class Partition:
         """
         if self.processes.alone:
             return answer()
-        start_s, error, own = time.perf_counter(), None, None
+        start_s = time.perf_counter()
+        error = None
+        own = None
         part = Part(start_s)
         try:
             own = answer()
@@ -236,7 +238,9 @@ class Scorer:
         group_size: int,
         partition: Partition = WHOLE,
     ) -> None:
-        self._tokenizer, self._rewards, self._check = tokenizer, rewards, check
+        self._tokenizer = tokenizer
+        self._rewards = rewards
+        self._check = check
         self._partition = partition
         self._group_size = group_size if rewards.config.per == "group" else 1
         self.examples: dict[int, Example] = {}
@@ -363,7 +367,8 @@ def _by_clock(part: Part, began_s: float) -> Responses:
     `began_s` is the start of the rollout on this process.
     """
     assert part.responses is not None
-    stats, by_s = part.responses.stats, began_s - part.began_s
+    stats = part.responses.stats
+    by_s = began_s - part.began_s
     stats = dataclasses.replace(
         stats,
         timeline=[r.moved(by_s) for r in stats.timeline],

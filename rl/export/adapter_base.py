@@ -17,7 +17,8 @@ def check_base(
 
     Raises ValueError if the folder records a different base digest, unless `any_base`.
     """
-    base, (own, digest) = peft_files.read_base(adapter), describe_base(policy, policy_files)
+    base = peft_files.read_base(adapter)
+    own, digest = describe_base(policy, policy_files)
     if base.digest == digest:
         return ""
     if base.digest and not any_base:
@@ -25,7 +26,8 @@ def check_base(
             f"{adapter}: the adapter was trained on other weights ({shown(base.name)}) than the "
             f"ones of {policy}; fix: open the policy that it was trained on, or say any_base=True"
         )
-    last, names = Path(base.name).name.casefold(), {own, model_card.read_base(policy).name}
+    last = Path(base.name).name.casefold()
+    names = {own, model_card.read_base(policy).name}
     if not base.digest and last in {"", *(Path(name).name.casefold() for name in names)}:
         return ""
     return (

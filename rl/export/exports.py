@@ -81,7 +81,8 @@ def write_checkpoint(
 
     Raises OSError, and ValueError for a damaged row of metrics.
     """
-    layout, (run, step) = layout or Layout(), source
+    layout = layout or Layout()
+    run, step = source
     rows = read_metrics(run) if (run / METRICS_FILE).is_file() else []
     rows = [row for row in rows if row["step"] <= step]
     history = History(run.absolute().name, step, rows, read_launches(run))
@@ -169,7 +170,8 @@ def write_drafter(
     start = open_drafter(config, inputs)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), start.params)
     state: Any = DrafterState(shapes, (), jax.ShapeDtypeStruct((), "int32"))  # type: ignore[arg-type]
-    states, problems = [], []
+    states = []
+    problems = []
     try:
         own = reader.restore(run / DRAFTER, state, subset=True)
         states.append((own.arrays, run / DRAFTER, own.warnings))

@@ -261,7 +261,8 @@ def _results(rows: Sequence[Row]) -> str:
         known = [row for row in rows if not math.isnan(_number(row.get(name)))]
         few = max(1, min(10, len(known) // 2)) if name in _METRICS else 1
         if known:
-            first, last = _figure(known[:few], name), _figure(known[-few:], name)
+            first = _figure(known[:few], name)
+            last = _figure(known[-few:], name)
             lines.append(f"- {code(name)}: first {first}, last {last}")
     note = "Each figure is a mean over the steps that are named; in brackets: 95% intervals."
     return "\n".join([*lines, "", note]) if lines else "The run has no metrics of these steps."
@@ -271,7 +272,8 @@ def _figure(rows: Sequence[Row], name: str) -> str:
     mean = math.fsum(_number(row[name]) for row in rows) / len(rows)
     low, high = (_number(rows[-1].get(f"{name}_{end}")) for end in ("low", "high"))
     bounds = "" if math.isnan(low + high) else f" [{low:.4g}, {high:.4g}]"
-    first, last = rows[0]["step"], rows[-1]["step"]
+    first = rows[0]["step"]
+    last = rows[-1]["step"]
     steps = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
     return f"{mean:.4g}{bounds} ({steps if last else 'before training'})"
 

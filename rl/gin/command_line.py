@@ -72,7 +72,8 @@ def parse_command_line(
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split `argv` into overrides (`--gin.A.b=1`, `--gin.A.b 1` give `A.b=1`) and the rest."""
-    overrides, rest = [], []
+    overrides = []
+    rest = []
     arguments = iter(argv)
     for argument in arguments:
         if argument == "--":

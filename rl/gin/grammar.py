@@ -157,7 +157,8 @@ def _refuse_many_strings(text: str) -> None:
 def read_override(override: str) -> Binding:
     """Return the binding of `Section.field=value`; a value outside the gin grammar is text."""
     name, equals, text = override.partition("=")
-    name, text = name.strip(), text.strip()
+    name = name.strip()
+    text = text.strip()
     if not equals or not text or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?", name):
         raise ConfigError(
             f"override {override!r}: expected Section.field=value, "

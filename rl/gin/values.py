@@ -24,7 +24,8 @@ class Mismatch(Exception):
 
 def coerce(value: Any, hint: Any) -> Any:
     """Return `value` as type `hint`, with ints as floats and lists as tuples. Raises Mismatch."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if hint in (bool, int, str, types.NoneType):
         if type(value) is hint:
             return value
@@ -81,7 +82,8 @@ def choices(hint: Any) -> tuple[Any, ...]:
 
 def spell(hint: Any) -> str:
     """Return a type in words."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if origin is Literal:
         return "one of " + ", ".join(map(repr, args))
     if origin in (typing.Union, types.UnionType):
@@ -95,7 +97,8 @@ def spell(hint: Any) -> str:
 
 def example_of(hint: Any) -> Any:
     """Return an example value of a type."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if origin is Literal:
         return args[0]
     if origin in (typing.Union, types.UnionType):

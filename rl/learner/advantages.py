@@ -16,7 +16,8 @@ from reprise.rl.runtime.user_files import describe, open_named
 
 STD_FLOOR = 1e-4  # as in TRL; bounds the advantages of nearly equal rewards
 # Sums in another order differ by this much: near 1 in float32, relative to their size in float64.
-ROUNDING, RELATIVE_ROUNDING = 1e-7, 1e-14
+ROUNDING = 1e-7
+RELATIVE_ROUNDING = 1e-14
 
 
 def group_advantages(

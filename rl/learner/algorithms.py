@@ -37,7 +37,8 @@ MIN_EPS = 1e-20  # squares of smaller gradients are 0 in float32, so only eps is
 def require(section: Any, **rules: tuple[bool, str]) -> None:
     """Raise ValueError for a value outside of its Literal, or a (rule, text) that does not hold."""
     for field, hint in typing.get_type_hints(type(section)).items():
-        value, names = getattr(section, field), choices(hint)
+        value = getattr(section, field)
+        names = choices(hint)
         if UserName in typing.get_args(hint) and isinstance(value, str):
             check_name(field, value, names)
         elif isinstance(value, str) and names and value not in names:

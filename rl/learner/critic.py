@@ -173,7 +173,8 @@ def evaluate(
     for e, (sample, n) in enumerate(zip(samples, lengths_E, strict=True)):
         targets = CriticTargets(advantages_EM[e, :n], returns_EM[e, :n], values_EM[e, :n])
         evaluated.append(dataclasses.replace(sample, critic_targets=targets))
-    returns, errors = returns_EM[mask_EM], (returns_EM - values_EM)[mask_EM]
+    returns = returns_EM[mask_EM]
+    errors = (returns_EM - values_EM)[mask_EM]
     metrics["critic/return_mean"] = float(returns.mean(dtype=np.float64))
     if (variance := float(returns.var(dtype=np.float64))) > 0:
         explained = 1 - float(errors.var(dtype=np.float64)) / variance
@@ -185,7 +186,8 @@ def _token_rewards(
     samples: Sequence[TrainSample], mask_EM: np.ndarray, algorithm: AlgorithmConfig
 ) -> tuple[np.ndarray, dict[str, float]]:
     """Return the rewards of tokens, float64 [E, M], and the mean KL if the rewards include it."""
-    rewards_EM, metrics = np.zeros(mask_EM.shape), dict[str, float]()
+    rewards_EM = np.zeros(mask_EM.shape)
+    metrics = dict[str, float]()
     if algorithm.kl_in_reward:
         kl = [s.trajectory.logprobs - s.reference_logprobs for s in samples]
         rewards_EM[mask_EM] = -algorithm.kl_coefficient * np.concatenate(kl)

@@ -50,8 +50,14 @@ class Datum:
             return np.concatenate([np.zeros(before), values]).astype(np.float32)
 
         ones = np.ones(len(sample.token_ids))
-        floats = after_prompt(ones), after_prompt(sample.logprobs), after_prompt(advantage * ones)
-        return cls(ids[:-1], ids[1:], *floats, sampling=sample.sampling)
+        return cls(
+            ids[:-1],
+            ids[1:],
+            after_prompt(ones),
+            after_prompt(sample.logprobs),
+            after_prompt(advantage * ones),
+            sampling=sample.sampling,
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -53,7 +53,8 @@ class DrawnResponses:
     """The newest responses of a policy, up to `max_bytes`, with their sampling."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._max_bytes, self.num_bytes = max_bytes, 0
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
         self._responses: dict[_Key, list[_Response]] = {}
         self._order = collections.deque[_Key]()  # of all responses, the oldest first
         self._lengths = collections.Counter[int]()  # of prompts
@@ -99,13 +100,16 @@ class DrawnResponses:
         """
         if not self._num_processed:
             return []
-        ids, drawn = np.asarray(tokens, np.int32), np.asarray(targets, np.int32)
-        values, digest = np.asarray(logprobs, np.float32), hashlib.blake2b(digest_size=16)
+        ids = np.asarray(tokens, np.int32)
+        drawn = np.asarray(targets, np.int32)
+        values = np.asarray(logprobs, np.float32)
+        digest = hashlib.blake2b(digest_size=16)
         matches: Matches = []
         at = 0
         for length in sorted(n for n in self._lengths if n <= len(ids)):
             digest.update(ids[at:length].tobytes())
-            at, start = length, length - 1
+            at = length
+            start = length - 1
             key = length, digest.digest(), int(drawn[start]), float(values[start])
             if responses := self._responses.get(key):
                 num_places, sampling = _best_match(responses, drawn[start:], values[start:])

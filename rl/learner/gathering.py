@@ -156,7 +156,8 @@ def _copies_of(local: Mesh, mesh: Mesh) -> Mesh:
     by_process: dict[int, list[jax.Device]] = {}
     for device in mesh.devices.flat:
         by_process.setdefault(device.process_index, []).append(device)
-    mine, chosen = by_process.get(jax.process_index(), []), list(local.devices.flat)
+    mine = by_process.get(jax.process_index(), [])
+    chosen = list(local.devices.flat)
     rows = list(by_process.values())
     missing = [d for d in chosen if d not in mine]
     if missing or len(mine) % len(chosen) or any(len(row) != len(mine) for row in rows):

@@ -145,7 +145,8 @@ def empty_shapes(*, network: Network, recipe: TrainSpec) -> Accumulator:
     """Return the shapes of the result of `start`, under the mesh in use."""
     gradients = sharding.shapes(network.specs(recipe.model), jnp.float32)
     statistics = sharding.whole_shapes(jax.eval_shape(partial(network.no_statistics, recipe)))
-    total, copies = Accumulator(gradients, statistics), ways_in_use("copies")
+    total = Accumulator(gradients, statistics)
+    copies = ways_in_use("copies")
 
     def one(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         where = NamedSharding(jax.sharding.get_mesh(), PartitionSpec(_COPIES, *x.sharding.spec))

@@ -84,7 +84,8 @@ def at_responses(x_BT: jax.Array, batch: MicroBatch) -> jax.Array:
 def _head(params: Params, vocab_axis: str) -> Params:
     """Return the weights that compute logits, as a tied head, sharded by the axis of the logits."""
     embed_axis = None if vocab_axis == "logits" else "embed"
-    head_VD, adapter = transformer.head_weight(params), None
+    head_VD = transformer.head_weight(params)
+    adapter = None
     if isinstance(head_VD, Adapted):
         low = head_VD.low
         low = LowRank(low.down_RI, constrain(low.up_OR, vocab_axis, None))

@@ -108,13 +108,15 @@ def loss(
     `unmoved`: the policy has not been updated with this batch yet, so `recomputed` denominators are
     exactly these log-probs, regardless of rounding.
     """
-    algorithm, mask_BT = config.resolved, inputs.mask_BT
+    algorithm = config.resolved
+    mask_BT = inputs.mask_BT
 
     # masked tokens are replaced before any exp: 0 · inf would be NaN in the gradient
     def masked(x_BT: jax.Array) -> jax.Array:
         return jnp.where(mask_BT, x_BT, 0.0)
 
-    logprobs_BT, old_BT = masked(logprobs_BT), masked(inputs.old_logprobs_BT)
+    logprobs_BT = masked(logprobs_BT)
+    old_BT = masked(inputs.old_logprobs_BT)
     emission_BT = masked(inputs.emission_logprobs_BT)
     if algorithm.old_logprobs == "recomputed":
         old_BT = jnp.where(unmoved, jax.lax.stop_gradient(logprobs_BT), old_BT)
@@ -185,7 +187,8 @@ def _by_origin(d_BT: jax.Array, origins_BT: jax.Array, mask_BT: jax.Array) -> di
     return sums
 
 
-BY_ORIGIN, COUNT = "emission_kl/", "emission_tokens/"
+BY_ORIGIN = "emission_kl/"
+COUNT = "emission_tokens/"
 CLIPPED = "clip_ratio/"
 MAXIMA = {  # metric → (statistic, sign): the largest of sign · statistic
     "sampling/sampling_logp_difference/max": ("sampling/sampling_logp_difference/mean", 1.0),
@@ -213,8 +216,9 @@ def _reduce(per_token: Mapping[str, jax.Array], mask_BT: jax.Array) -> TokenStat
 def zero_statistics(config: AlgorithmConfig) -> TokenStatistics:
     """Return the neutral element of `add_statistics`, with the names that `loss` returns."""
     zero_11 = jnp.zeros((1, 1), jnp.float32)
-    logprobs = zero_11, zero_11, zero_11, zero_11
-    inputs = LossInputs(zero_11 > 0, zero_11[0], *logprobs, zero_11.astype(jnp.int32))
+    inputs = LossInputs(
+        zero_11 > 0, zero_11[0], zero_11, zero_11, zero_11, zero_11, zero_11.astype(jnp.int32)
+    )
     _, (statistics, _) = loss(config, zero_11, zero_11, inputs, jnp.float32(1))
     return statistics
 

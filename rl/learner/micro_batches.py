@@ -155,7 +155,8 @@ def pack(
     `fill` is called for row e of the loss inputs with the number of its response, and the flattened
     places that predict its tokens. Raises ValueError if a response does not fit into a row.
     """
-    parts, n = packing.plan(responses, shape.of_copy), shape.copies
+    parts = packing.plan(responses, shape.of_copy)
+    n = shape.copies
     groups = [parts[i : i + n] for i in range(0, len(parts), n)]
     return [_pack(responses, group, shape, blank(), fill) for group in groups]
 
@@ -177,7 +178,9 @@ def unpacked(
 
 def empty(shape: Shape, *, with_critic: bool = False) -> MicroBatch:
     """Return a micro-batch without samples; `with_critic` adds room for the targets of a critic."""
-    B, T, E = shape.rows, shape.length, shape.samples
+    B = shape.rows
+    T = shape.length
+    E = shape.samples
 
     def ints_BT() -> np.ndarray:
         return np.zeros((B, T), np.int32)
@@ -208,7 +211,8 @@ def _pack(
     fill: Fill,
 ) -> Packed:
     """Return one micro-batch from the rows of each copy; rows of missing copies stay empty."""
-    part, over = shape.of_copy, shape.copies - len(parts)
+    part = shape.of_copy
+    over = shape.copies - len(parts)
     layouts = [packing.lay_out(responses, rows, part) for rows in [*parts, *[[]] * over]]
     batch = dataclasses.replace(
         blank,
@@ -230,7 +234,8 @@ def _pack(
 
 def _fill(batch: MicroBatch, e: int, sample: TrainSample, places: np.ndarray) -> None:
     """Fill row e of the loss inputs."""
-    t, n = sample.trajectory, len(places)
+    t = sample.trajectory
+    n = len(places)
     batch.processing_BT.put(places, sample.sampling)
     inputs = batch.inputs
     inputs.mask_BT[e, :n] = True

@@ -83,7 +83,8 @@ def _clipped(ratio_EM: jax.Array, x: DatumInputs, settings: LossSettings) -> jax
 
 
 def _gspo(logp_EM: jax.Array, x: DatumInputs, settings: LossSettings) -> jax.Array:
-    fixed_EM, counts_EM = jax.lax.stop_gradient(logp_EM), x.weights_EM != 0
+    fixed_EM = jax.lax.stop_gradient(logp_EM)
+    counts_EM = x.weights_EM != 0
     sum_E1 = jnp.sum(fixed_EM - x.logprobs_EM, axis=1, keepdims=True, where=counts_EM)
     num_E1 = jnp.maximum(jnp.sum(counts_EM, axis=1, keepdims=True), 1)
     return _clipped(jnp.exp(sum_E1 / num_E1 + logp_EM - fixed_EM), x, settings)

@@ -159,7 +159,8 @@ def importance_weights(
     low = math.log(correction.low) if correction.low else -math.inf
     high = math.log(correction.high)
     if correction.kind == "tis":
-        weight_BT, cut_BT = jnp.exp(jnp.minimum(log_BT, high)), log_BT > high
+        weight_BT = jnp.exp(jnp.minimum(log_BT, high))
+        cut_BT = log_BT > high
     else:
         cut_BT = (log_BT < low) | (log_BT > high)
         weight_BT = jnp.where(cut_BT, 0.0, 1.0)

@@ -91,8 +91,9 @@ def _loss(
 ) -> Any:
     params = policy_of(trained, base, recipe)
     result_EM = logprobs.logprobs_and_entropy(params, batch, recipe)
-    rest = batch.inputs, scalars.normaliser, scalars.unmoved
-    loss, (statistics, finite_B) = losses.loss(recipe.algorithm, *result_EM, *rest)
+    loss, (statistics, finite_B) = losses.loss(
+        recipe.algorithm, *result_EM, batch.inputs, scalars.normaliser, scalars.unmoved
+    )
     return loss, (statistics, finite_B, None)
 
 
@@ -149,8 +150,9 @@ def calls(
     plain, batch, scalars, step = _nothing(state, shape, placed_shapes)
     every = []
     for network, trained in _networks(state):
-        given = trained, batch, scalars, step, _frozen(network, base)
-        every += gradient_accumulation.calls(*given, network=network, recipe=recipe)
+        every += gradient_accumulation.calls(
+            trained, batch, scalars, step, _frozen(network, base), network=network, recipe=recipe
+        )
     static = {"recipe": recipe}
     for params in _scored(state.params, base, recipe, shapes_in):
         every.append(Call(logprobs.token_logprobs, (params, plain), static))
@@ -170,7 +172,11 @@ def first_run(
         in_turn(critic.token_values(state.critic.params, plain, recipe=recipe))
     unchanged = [  # the policy last: the critic reads its step before it is donated
         gradient_accumulation.run_once(
-            *(trained, batch, scalars, step, _frozen(network, base)),
+            trained,
+            batch,
+            scalars,
+            step,
+            _frozen(network, base),
             network=network,
             recipe=recipe,
         )
@@ -307,7 +313,8 @@ def _minibatches(
     samples: Sequence[TrainSample], step: int, learner: Learner
 ) -> Iterator[list[TrainSample]]:
     """Yield the samples of each optimizer step of a batch, in order."""
-    trainer, group_ids = learner.recipe.trainer, [s.trajectory.group_id for s in samples]
+    trainer = learner.recipe.trainer
+    group_ids = [s.trajectory.group_id for s in samples]
     for epoch in range(trainer.inner_updates):
         seed = (learner.seed, step, epoch)
         for indices in micro_batches.minibatch_indices(group_ids, trainer.minibatches, seed):
@@ -339,8 +346,7 @@ def with_logprobs(
     algorithm = learner.recipe.algorithm
 
     def under(params: Params) -> list[np.ndarray]:
-        rest = learner.shape, learner.recipe, on_pass
-        return logprobs.sample_logprobs(params, samples, *rest)
+        return logprobs.sample_logprobs(params, samples, learner.shape, learner.recipe, on_pass)
 
     old: Sequence[np.ndarray | None] = [None] * len(samples)
     if learner.recipe.recomputes_old:
@@ -364,8 +370,9 @@ def token_kl(
 ) -> list[np.ndarray]:
     """Return log π − log π_ref of all response tokens, with π as in the rollout; float32."""
     samples = [TrainSample(t, 0.0, t.sampling or learner.sampling) for t in trajectories]
-    rest = learner.shape, learner.recipe, on_pass
-    reference = logprobs.sample_logprobs(_reference(learner), samples, *rest)
+    reference = logprobs.sample_logprobs(
+        _reference(learner), samples, learner.shape, learner.recipe, on_pass
+    )
     return [t.logprobs - r for t, r in zip(trajectories, reference, strict=True)]
 
 
@@ -419,15 +426,25 @@ def _optimizer_step(
 
     Returns the state and a report per network; without an update, only the report of the policy.
     """
-    recipe, networks = learner.recipe, _networks(state)
+    recipe = learner.recipe
+    networks = _networks(state)
     totals = [start(network=network, recipe=recipe) for network, _ in networks]
     health: list[list[Health]] = [[] for _ in networks]
     for p in inputs.packed:
         batch = place(p.batch)
         for n, (network, trained) in enumerate(networks):
             frozen = _frozen(network, learner.base)
-            args = trained.params, totals[n], batch, inputs.scalars, frozen
-            totals[n], healthy = in_turn(accumulate(*args, network=network, recipe=recipe))
+            totals[n], healthy = in_turn(
+                accumulate(
+                    trained.params,
+                    totals[n],
+                    batch,
+                    inputs.scalars,
+                    frozen,
+                    network=network,
+                    recipe=recipe,
+                )
+            )
             health[n].append(healthy)
         logprobs.keep_pace(health[-1], on_pass)
     totals = [in_turn(join(total)) for total in totals]
@@ -438,8 +455,9 @@ def _optimizer_step(
     reports, health = jax.device_get((reported, health))
     for (network, _), report, healthy in zip(networks, reports, health, strict=True):
         whose = "critic's " if network is CRITIC else ""
-        rest = inputs.samples, inputs.packed, inputs.where
-        gradient_accumulation.check(state, report, healthy, *rest, whose=whose)
+        gradient_accumulation.check(
+            state, report, healthy, inputs.samples, inputs.packed, inputs.where, whose=whose
+        )
     if not inputs.moves:
         return state, reports[:1]
     after = [

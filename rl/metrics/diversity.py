@@ -109,7 +109,8 @@ def _closest_lengths(lengths_R: np.ndarray) -> np.ndarray:
     """Return the closest sibling length of each response; ties go to the shorter sibling."""
     order = np.argsort(lengths_R)
     gaps = np.diff(lengths_R[order])
-    before, after = np.r_[2 * MAX_TOKENS, gaps], np.r_[gaps, 2 * MAX_TOKENS]
+    before = np.r_[2 * MAX_TOKENS, gaps]
+    after = np.r_[gaps, 2 * MAX_TOKENS]
     closest_R = np.empty_like(lengths_R)
     closest_R[order] = lengths_R[order] + np.where(before <= after, -before, after)
     return closest_R

@@ -67,7 +67,8 @@ def interval(values: Sequence[float]) -> Interval:
 
 def _wilson(successes: int, n: int) -> Interval:
     """Return a share and Wilson's score interval. Source: Wilson, JASA 22 (1927), 209-212."""
-    share, z2 = successes / n, Z_95**2
+    share = successes / n
+    z2 = Z_95**2
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = Z_95 * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
     return Interval(share, max(0.0, middle - half), min(1.0, middle + half))

@@ -32,7 +32,8 @@ def summary_lines(rows: Sequence[Row], evals: Sequence[Row] = ()) -> list[str]:
 
 
 def _drafts_line(rows: Sequence[Row], rollout_s: float) -> str:
-    accepted, saved_s = _total(rows, "spec/accepted_tokens"), _total(rows, "spec/seconds_saved")
+    accepted = _total(rows, "spec/accepted_tokens")
+    saved_s = _total(rows, "spec/seconds_saved")
     reused = sum(
         _number(row.get("spec/verified_prefix_tokens")) * _number(row.get("spec/cached_responses"))
         for row in rows
@@ -40,7 +41,8 @@ def _drafts_line(rows: Sequence[Row], rollout_s: float) -> str:
     tokens = _total(rows, "rollout/generated_tokens") + reused
     text = f"drafts: {accepted / max(tokens, 1):.0%} of {tokens:,.0f} response tokens were accepted"
     text += f" draft tokens, {reused / tokens:.0%} were reused" if reused else " draft tokens"
-    verb, plain_s = "saved" if saved_s >= 0 else "lost", rollout_s + saved_s
+    verb = "saved" if saved_s >= 0 else "lost"
+    plain_s = rollout_s + saved_s
     text += f"; by measured rounds drafts {verb} about {duration(abs(saved_s))}"
     if any(name.startswith("workers/") for row in rows for name in row):
         return f"{text}, summed over workers"  # since rollouts overlap

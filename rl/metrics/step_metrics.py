@@ -78,7 +78,8 @@ def _response_metrics(
         if known.size:
             metrics[f"rewards/{name}/mean"] = float(known.mean())
             metrics[f"rewards/{name}/std"] = float(known.std(ddof=1)) if known.size > 1 else 0.0
-    responses, groups = [t.response_ids for t in trajectories], [t.group_id for t in trajectories]
+    responses = [t.response_ids for t in trajectories]
+    groups = [t.group_id for t in trajectories]
     metrics["diversity/distinct_1"] = distinct_1(responses)
     if not math.isnan(bleu := self_bleu(responses, groups)):
         metrics["diversity/self_bleu"] = bleu

@@ -67,7 +67,8 @@ class WandbRun:
         )  # if killed before this line, the next leg opens another W&B run
 
     def _open(self, **how: str) -> Any:
-        name, place = self._folder.path.name, str(self._folder.path)
+        name = self._folder.path.name
+        place = str(self._folder.path)
         try:
             return self._wandb.init(project=self._project, name=name, dir=place, **how)
         except Exception as error:  # from the service, the network or the login

@@ -209,7 +209,9 @@ class RowsOnly(MetricsWriter):
     """A writer without files, for processes of a run while another process writes the files."""
 
     def __init__(self) -> None:
-        self._files, self._tensorboard, self._wandb = {}, None, None
+        self._files = {}
+        self._tensorboard = None
+        self._wandb = None
         self._samples_per_step = 0
 
     def amend(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -299,7 +301,8 @@ class Timings:
         on_start: Callable[[str], None] = lambda name: None,
         before: Timings | None = None,
     ) -> None:
-        self._clock, self._on_start = clock, on_start
+        self._clock = clock
+        self._on_start = on_start
         self._seconds: dict[str, float] = {} if before is None else dict(before._seconds)
         self.before_s = self.total_s
 

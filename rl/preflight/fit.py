@@ -68,7 +68,8 @@ def compiled_figures(program: RunProgram, target: Target) -> Figures:
             raise
         needed_bytes = int(float(used[1]) * _UNITS[used[2]])
         return Figures(temporary_bytes=needed_bytes, refused=text.partition("\n")[0][:300])
-    memory, costs = compiled.memory_analysis(), dict[str, float]()
+    memory = compiled.memory_analysis()
+    costs = dict[str, float]()
     with contextlib.suppress(NotImplementedError, RuntimeError):  # for GPUs
         costs = compiled.cost_analysis() or {}
     seconds = costs.get("optimal_seconds", 0.0)
@@ -173,8 +174,10 @@ class Fitting:
         all_layers: bool = False,
         on_compiled: OnCompiled = lambda name, done, total: None,
     ) -> None:
-        self.target, self._devices = target, devices
-        self._all_programs, self._all_layers = all_programs, all_layers
+        self.target = target
+        self._devices = devices
+        self._all_programs = all_programs
+        self._all_layers = all_layers
         self._on_compiled = on_compiled
 
     def fit(self, config: TrainConfig, model: ModelConfig) -> Fit:
@@ -199,12 +202,14 @@ class Fitting:
 
     def refit(self, before: Fit, config: TrainConfig, model: ModelConfig) -> Fit:
         """Return the fit for smaller sizes, recompiling only the kind of program at the peak."""
-        run, peak = self.programs(config, model), before.peak[2].program
+        run = self.programs(config, model)
+        peak = before.peak[2].program
         programs = run.all()
         chosen = [i for i in largest_of_kinds(programs) if _kind(programs[i]) == _kind(peak)]
         rest = [one for one in before.measured if _kind(one.program) != _kind(peak)]
         new = self._measured(config, model, programs, chosen, before.depths)
-        measured, evaluation_bytes = (*new, *rest), run.evaluation_bytes
+        measured = (*new, *rest)
+        evaluation_bytes = run.evaluation_bytes
         return dataclasses.replace(
             before, held=run.held, measured=measured, evaluation_bytes=evaluation_bytes
         )
@@ -236,7 +241,8 @@ class Fitting:
         """Yield the chosen programs with their figures, extrapolated for deep programs."""
         layers_each = layers_per_input(config.trainer.remat_on(self.target.is_cpu))
         by_depth: dict[int, Sequence[RunProgram]] = {model.num_layers: programs}
-        depths_of, jobs = {}, []
+        depths_of = {}
+        jobs = []
         for i in chosen:
             depths_of[i] = _depths_of(programs[i], depths, layers_each, model.num_layers)
             for depth in depths_of[i]:
@@ -248,7 +254,8 @@ class Fitting:
                 jobs.append((i, depth, by_depth[depth][i]))
         figures = self._compiled(jobs)
         for i, layers in depths_of.items():
-            few, more = figures[i, layers[0]], figures[i, layers[-1]]
+            few = figures[i, layers[0]]
+            more = figures[i, layers[-1]]
             if few is not more:
                 few = extrapolated(few, more, layers, model.num_layers)
             yield Measured(programs[i], few)
@@ -265,7 +272,8 @@ class Fitting:
                 pool.submit(compiled_figures, program, self.target): (i, depth, program)
                 for i, depth, program in jobs
             }
-            began_s, left = time.monotonic(), set[Future[Figures]](running)
+            began_s = time.monotonic()
+            left = set[Future[Figures]](running)
             while left:
                 done, left = wait(left, SAY_S, FIRST_COMPLETED)
                 for one in done:

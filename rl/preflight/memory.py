@@ -29,7 +29,8 @@ from reprise.rl.runtime.run_files import resolve_path
 from reprise.rl.settings.config import TrainConfig, drafter_shape
 from reprise.rl.warm_up.rollout_programs import Reach
 
-TRAINING, ROLLOUTS = "training", "rollouts"
+TRAINING = "training"
+ROLLOUTS = "rollouts"
 USABLE_SHARE = 0.9  # of device memory, since figures are extrapolated, and allocators leave gaps
 FIX = (
     "lower Engine.slots, Engine.pages, Sampling.max_new_tokens or Trainer.micro_batch_tokens, set "
@@ -51,7 +52,8 @@ class Devices:
 
 def opened_devices(devices: Sequence[jax.Device]) -> Devices:
     """Describe devices that jax has opened. CPU devices share the host memory."""
-    count, is_cpu = len(devices), devices[0].platform == "cpu"
+    count = len(devices)
+    is_cpu = devices[0].platform == "cpu"
     processes = len({device.process_index for device in devices})
     if is_cpu:
         host_bytes = _host_bytes()
@@ -105,7 +107,9 @@ class Layout:
 
 def divide(config: TrainConfig, model: ModelConfig, count: int, processes: int = 1) -> Layout:
     """Return the layout of a run on `count` devices. Raises ValueError if workers do not fit."""
-    sched, mesh, cluster = config.sched, config.mesh, config.cluster
+    sched = config.sched
+    mesh = config.mesh
+    cluster = config.cluster
     inner = mesh.fsdp * mesh.tensor
     processes = processes if cluster.kind == "spmd" else 1
     num_training = num_rollout = max(1, count // processes)
@@ -113,17 +117,20 @@ def divide(config: TrainConfig, model: ModelConfig, count: int, processes: int =
     on_ray = cluster.kind == "ray"  # Ray workers have separate devices
     is_split = needed < num_training and (on_ray or sched.beside_training)
     if is_split:
-        num_training, num_rollout = num_training - needed, needed
+        num_training = num_training - needed
+        num_rollout = needed
     is_one = processes == 1 and mesh.data * inner == 1  # other devices stay unused
     if mesh.data != -1 and (sched.beside_training or is_one):
         num_training = min(num_training, math.ceil(mesh.data * inner / processes))
     data = max(1, num_training * processes // inner) if mesh.data == -1 else mesh.data
     if sched.has_trainer_devices and not on_ray:
         is_local = cluster.kind == "spmd" and cluster.rollouts == "local"
-        size, workers_each = num_training * (1 if is_local else processes), 1
+        size = num_training * (1 if is_local else processes)
+        workers_each = 1
         tensor = rollout_tensor(size, inner, model.num_kv_heads, mesh.rollout_tensor)
     else:
-        size, workers_each = sched.devices_per_worker, math.ceil(needed / num_rollout)
+        size = sched.devices_per_worker
+        workers_each = math.ceil(needed / num_rollout)
         if size > 1 and needed > num_rollout:
             raise ValueError(
                 f"expected {needed} devices for Sched.workers={sched.workers} of "
@@ -145,7 +152,8 @@ def held_arrays(config: TrainConfig, model: ModelConfig, layout: Layout, *, is_c
     """Return the bytes per device of arrays that stay between programs."""
     dtype = config.trainer.dtype_on(is_cpu)
     training = _training(config, model, _Shards(layout.mesh), dtype)
-    worker, reach = _Shards(layout.worker_mesh), rollout_reach(config)
+    worker = _Shards(layout.worker_mesh)
+    reach = rollout_reach(config)
     rollouts = _rollouts(config, model, worker, dtype, reach, is_cpu=is_cpu)
     if not layout.is_disjoint and _shares_weights(config, layout):
         rollouts["rollout weights"] = _beside_training(model, worker, dtype)
@@ -163,7 +171,8 @@ def _beside_training(model: ModelConfig, mesh: _Shards, dtype: Any) -> int:
 
 def _shares_weights(config: TrainConfig, layout: Layout) -> bool:
     """Return whether a device has the same part of the weights in training and in rollouts."""
-    mesh, worker_mesh = layout.mesh, layout.worker_mesh
+    mesh = layout.mesh
+    worker_mesh = layout.worker_mesh
     is_one_engine = config.sched.mode == "sync" and config.sched.workers == 1  # in each process
     is_split_alike = mesh["fsdp"] == 1 and mesh["tensor"] == worker_mesh["tensor"]
     return mesh == worker_mesh or (is_one_engine and is_split_alike)
@@ -188,7 +197,8 @@ class _Shards:
 
 
 def _training(config: TrainConfig, model: ModelConfig, mesh: _Shards, dtype: Any) -> dict[str, int]:
-    specs, optimizer = trained_specs(model), make_optimizer(config.optimizer, total_steps=1)
+    specs = trained_specs(model)
+    optimizer = make_optimizer(config.optimizer, total_steps=1)
     params = mesh.params(specs, jnp.float32)
     held = {
         "master weights": num_bytes(params),
@@ -343,7 +353,8 @@ class Estimate:
 
 def estimate(config: TrainConfig, model: ModelConfig, devices: Devices) -> Estimate:
     """Return the arrays that a run needs on these devices, or on all mesh devices if more."""
-    mesh, sched = config.mesh, config.sched
+    mesh = config.mesh
+    sched = config.sched
     ways = max(1, mesh.data) * mesh.fsdp * mesh.tensor
     if mesh.rollout_tensor != "auto":
         ways = math.lcm(ways, mesh.rollout_tensor)

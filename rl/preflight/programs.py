@@ -86,7 +86,9 @@ class RunPrograms:
     def __init__(
         self, config: TrainConfig, model: ModelConfig, devices: Sequence[Any], *, is_cpu: bool
     ) -> None:
-        self.config, self.model, self._is_cpu = _resolved(config, is_cpu=is_cpu), model, is_cpu
+        self.config = _resolved(config, is_cpu=is_cpu)
+        self.model = model
+        self._is_cpu = is_cpu
         self.recipe = recipe(self.config, model)
         by_process = dict[int, list[Any]]()
         for device in devices:
@@ -94,7 +96,8 @@ class RunPrograms:
             by_process.setdefault(process, []).append(device)
         groups = [by_process[process] for process in sorted(by_process)]
         self.layout = divide(config, model, len(devices), len(groups))
-        trains, rolls = self.layout.num_training, self.layout.num_rollout
+        trains = self.layout.num_training
+        rolls = self.layout.num_rollout
         self.mesh = make_mesh(config.mesh, [d for group in groups for d in group[:trains]])
         with jax.set_mesh(self.mesh):  # which sets the target platform
             check_bits(self.config, model, self.mesh)
@@ -144,9 +147,11 @@ class RunPrograms:
 
     def _training(self) -> Iterator[RunProgram]:
         shape = self._in_mesh(trainer.batch_shape, self.recipe, self.config.longest_tokens)
-        num_tokens, state = shape.rows * shape.length, self.state
+        num_tokens = shape.rows * shape.length
+        state = self.state
         sizes = f"{shape.rows} rows of {shape.length} tokens"
-        weights_bytes, base = num_bytes(state.params), self._base
+        weights_bytes = num_bytes(state.params)
+        base = self._base
         held = dict.fromkeys(WHOLE_TRAINING, weights_bytes + num_bytes(base))
         held["apply"] = weights_bytes + num_bytes(state.opt_state)
         if state.critic is not None:
@@ -173,7 +178,8 @@ class RunPrograms:
 
     def of_rollouts(self) -> Iterator[Program]:
         """Yield the engine programs; during iteration, arguments are shapes on the engine mesh."""
-        engine, specs = self.engine, transformer.param_specs(self.model)
+        engine = self.engine
+        specs = transformer.param_specs(self.model)
         with engine.mesh_context(), engine.shapes_only():
             shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, engine.dtype), specs)
             bounds = dataclasses.replace(rollout_reach(self.config), drafters=self._drafters())
@@ -198,7 +204,8 @@ class RunPrograms:
 
     def _drafters(self) -> DeviceDrafters:
         """Return the on-device drafters, with shapes in place of weights."""
-        config, drafters = self.config, dict[str, DeviceDrafterSource]()
+        config = self.config
+        drafters = dict[str, DeviceDrafterSource]()
         shape = drafter_shape(config, self.model)
         if shape is not None:
             key = jax.eval_shape(partial(jax.random.key, 0))
@@ -217,14 +224,16 @@ class RunPrograms:
 
 def _num_tokens(named: dict[str, Any]) -> int:
     """Return the number of tokens that pass through the model in one round."""
-    nodes, chunks = named.get("nodes_5M"), named.get("chunks_TX")
+    nodes = named.get("nodes_5M")
+    chunks = named.get("chunks_TX")
     num_nodes = named["slots"].active.shape[0] if nodes is None else nodes.shape[1]
     return num_nodes + (0 if chunks is None else chunks.shape[0] * (chunks.shape[1] - 2))
 
 
 def _sizes(named: dict[str, Any]) -> str:
     """Return a text that names the sizes of a rollout program."""
-    nodes, slots = named.get("nodes_5M"), 0
+    nodes = named.get("nodes_5M")
+    slots = 0
     if "slots" in named:
         slots = named["slots"].active.shape[0]
     slots = getattr(named.get("cache"), "num_slots", slots)
@@ -237,6 +246,7 @@ def _sizes(named: dict[str, Any]) -> str:
 
 def _resolved(config: TrainConfig, *, is_cpu: bool) -> TrainConfig:
     """Return the configuration with device-dependent settings resolved for the target."""
-    dtype, remat = config.trainer.dtype_on(is_cpu).name, config.trainer.remat_on(is_cpu)
+    dtype = config.trainer.dtype_on(is_cpu).name
+    remat = config.trainer.remat_on(is_cpu)
     settings = dataclasses.replace(config.trainer, compute_dtype=dtype, remat=remat)
     return dataclasses.replace(config, trainer=settings)

@@ -14,7 +14,8 @@ COLUMNS = ("program", "arguments", "temporaries", "extra", "compiler")
 
 def lines_of(fit: Fit) -> Iterator[str]:
     """Yield the report of a fit line by line; all sizes are per device."""
-    target, peak_bytes = fit.target, fit.peak_bytes
+    target = fit.target
+    peak_bytes = fit.peak_bytes
     yield (
         f"{target.name}: {target.count} devices of {_gb(target.device_bytes)} GB; "
         f"{fit.num_programs} programs, {fit.num_whole_model} of them run the whole model; "

@@ -63,13 +63,16 @@ class _Search:
     """A search that lowers the open sizes until the run fits."""
 
     def __init__(self, fitting: Fitting, config: TrainConfig, model: ModelConfig) -> None:
-        self._fitting, self._config, self._model = fitting, config, model
+        self._fitting = fitting
+        self._config = config
+        self._model = model
         self._open = set(config.open_sizes)
         self._limit_bytes = USABLE_SHARE * fitting.target.device_bytes
         self._min_slots = config.engine.min_slots
         small = {SLOTS: self._min_slots, PAGES: 0, MICRO_BATCH: 1}
         run = fitting.programs(config.with_sizes({n: small[n] for n in self._open}), model)
-        self._ways, row_ways = run.engine.batch_ways, axis_ways(run.mesh.shape, "batch")
+        self._ways = run.engine.batch_ways
+        row_ways = axis_ways(run.mesh.shape, "batch")
         bounds = rollout_reach(config)
         self._max_tokens = bounds.max_prompt_tokens + config.sampling.max_any_new_tokens
         requests = -(-bounds.max_requests // config.sched.workers)

@@ -168,7 +168,9 @@ def devices_of(target: Target) -> Sequence[Any]:
         return devices[: target.count]
     from jax.experimental import topologies
 
-    platform, options, name = target.kind.platform, dict[str, str](), target.name
+    platform = target.kind.platform
+    options = dict[str, str]()
+    name = target.name
     if target.kind.properties:
         name = target.name.partition(":")[0]
         options = {"target_config": target.kind.properties, "topology": target.topology}

@@ -110,7 +110,9 @@ class Policy:
         check_user_names(config, section="Speculation")
         contents = identity.policy_contents(policy)
         inputs = Inputs(policy, model, tokenizer, (), 0, contents=contents)
-        self.config, self.tokenizer, self.model = config, inputs.tokenizer, inputs.model
+        self.config = config
+        self.tokenizer = inputs.tokenizer
+        self.model = inputs.model
         self._mesh, rounding = setup.open_mesh(config, inputs.model)
         if rounding is not None:
             say(rounding, sys.stderr)
@@ -149,7 +151,8 @@ class Policy:
         weights is refused, unless `any_base`; a different base name prints a warning to stderr.
         Raises FileNotFoundError, or ValueError for another kind or shape.
         """
-        inputs, adapter = self._rollouts.inputs, Path(folder)
+        inputs = self._rollouts.inputs
+        adapter = Path(folder)
         with on_mesh(self._mesh):
             twin = self._with(peft_files.read(adapter, self.model, self._mesh))
         remark = adapter_base.check_base(adapter, inputs.policy, inputs.contents, any_base=any_base)
@@ -202,7 +205,8 @@ class Policy:
             return self._sampler(jax.tree.map(jnp.copy, self._state.params))
 
     def _sampler(self, trained: Params) -> Sampler:
-        rollouts, learner = self._rollouts, self._learner
+        rollouts = self._rollouts
+        learner = self._learner
         with on_mesh(self._mesh):
             weights = rollouts.laid_out(trained, trained_specs(self.model))
             if learner.base is not None:
@@ -222,7 +226,8 @@ class Policy:
     def forward(self, data: Sequence[Datum]) -> list[np.ndarray]:
         """Return the log-probs of the targets of each datum, float32 [T]. Raises ValueError."""
         with on_mesh(self._mesh):
-            learner, drawn = self._learner, self._rollouts.drawn
+            learner = self._learner
+            drawn = self._rollouts.drawn
             params = learner.policy(self._state.params)
             return target_logprobs(params, data, drawn, learner.shape, learner.recipe)
 
@@ -233,7 +238,8 @@ class Policy:
         settings: LossSettings | None = None,
     ) -> Output:
         """Return a loss and the log-probs like `forward_backward`, without computing a gradient."""
-        learner, passes = self._learner, list[Any]()
+        learner = self._learner
+        passes = list[Any]()
         settings = complete(loss, settings)
         packed = self._pack(data, loss, settings)
         with on_mesh(self._mesh):
@@ -264,12 +270,14 @@ class Policy:
         ValueError for data that do not fit, and for a loss or gradient that is not finite, which
         drops all gradients since the last `optim_step`.
         """
-        learner, settings = self._learner, complete(loss, settings)
+        learner = self._learner
+        settings = complete(loss, settings)
         packed = self._pack(data, loss, settings)
         network = NETWORKS[loss]
         passes = list[Health]()
         with on_mesh(self._mesh):
-            total, self._total = self._total, None
+            total = self._total
+            self._total = None
             total = total or gradient_accumulation.start(network=network, recipe=learner.recipe)
             for p in packed:
                 accumulated = gradient_accumulation.accumulate(
@@ -330,7 +338,9 @@ class Policy:
         adam.check()
         if self._total is None:
             raise ValueError("expected gradients to apply, got none: call forward_backward before")
-        total, self._total, self._now = self._total, None, None
+        total = self._total
+        self._total = None
+        self._now = None
         with on_mesh(self._mesh):
             gradients = in_turn(gradient_accumulation.join(total)).gradients
             stepped = objectives.apply(self._state, gradients, adam, recipe=self._learner.recipe)
@@ -376,7 +386,8 @@ class Policy:
             if self._learner.base is not None:
                 then = restored.host.get("contents", {})
                 identity.refuse_other_base(then, inputs.contents, str(folder), inputs.policy)
-            state, rollouts = restored.arrays, self._rollouts
+            state = restored.arrays
+            rollouts = self._rollouts
             if not with_optimizer:
                 state = self._fresh(state.params)
             if not in_turn(all_finite((state.params, state.opt_state))):
@@ -390,13 +401,15 @@ class Policy:
 
     def export_adapter(self, folder: str | Path) -> None:
         """Write the adapter for `peft`, and for `with_adapter`."""
-        inputs, adapter = self._rollouts.inputs, jax.device_get(self._state.params)
+        inputs = self._rollouts.inputs
+        adapter = jax.device_get(self._state.params)
         name, digest = adapter_base.describe_base(inputs.policy, inputs.contents)
         peft_files.write(Path(folder), self.model, adapter, name, digest)
 
     def export(self, folder: str | Path) -> None:
         """Write the policy for `transformers`, with any adapter merged into the weights."""
-        target, inputs = Path(folder), self._rollouts.inputs
+        target = Path(folder)
+        inputs = self._rollouts.inputs
         exports.check_target(target, force=True)
         exports.check_apart(target, inputs.policy)
         params = self._learner.policy(self._state.params)

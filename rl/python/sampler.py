@@ -69,7 +69,9 @@ class Rollouts:
                 "Speculation.sources: samples have drafts of history, histospec, group, own and of "
                 f"your files, got {config.speculation.sources}"
             )
-        self.config, self.inputs, self.mesh = config, inputs, mesh
+        self.config = config
+        self.inputs = inputs
+        self.mesh = mesh
         self.engine = Engine(
             inputs.model,
             config.engine,
@@ -78,7 +80,8 @@ class Rollouts:
         )
         self.cache = RolloutCache(config.rollout.cache_bytes, vocab_size=inputs.model.vocab_size)
         self.speculation = open_speculation(config, self.cache)
-        self.num_calls, self.drawn = 0, DrawnResponses()
+        self.num_calls = 0
+        self.drawn = DrawnResponses()
         self._base: Params | None = None
 
     def frozen(self, base: Params) -> Params:
@@ -90,7 +93,8 @@ class Rollouts:
 
     def laid_out(self, params: Params, specs: Params) -> Params:
         """Return weights with these `ParamSpec` in rollout dtype and layout."""
-        rounded, mesh = cast_params(params, self.engine.dtype), self.engine.mesh
+        rounded = cast_params(params, self.engine.dtype)
+        mesh = self.engine.mesh
         return rounded if mesh is None else laid_out(rounded, specs, mesh)
 
     def drafts(
@@ -114,7 +118,8 @@ class Rollouts:
     def to_sample(self, t: Trajectory, sampling: SamplingConfig, version: int) -> Sample:
         """Convert a trajectory to a `Sample`, and record how the response was drawn."""
         self.drawn.note(t.prompt_ids, t.response_ids, t.logprobs, sampling)
-        prompt, response = tuple(t.prompt_ids.tolist()), t.response_ids.tolist()
+        prompt = tuple(t.prompt_ids.tolist())
+        response = t.response_ids.tolist()
         text = self.inputs.tokenizer.decode(response)
         return Sample(prompt, response, t.logprobs, text, t.truncated, sampling, version)
 
@@ -137,7 +142,8 @@ def warm_up(
     on_compiled: OnCompiled = unwatched,
 ) -> None:
     """Compile the rollout programs, and measure round times if the budget needs them."""
-    sampling, enabled = config.sampling, speculation.config.enabled
+    sampling = config.sampling
+    enabled = speculation.config.enabled
     reach = Reach(engine.config.max_slots, config.rollout.max_prompt_tokens, speculative=enabled)
     compile_buckets.warm_up(engine, weights, sampling, reach, on_compiled)
     if needs_times(speculation):
@@ -179,7 +185,8 @@ class Sampler:
         numbers of finished responses and of tokens so far; raising there aborts the call. Raises
         ValueError for prompts that cannot run.
         """
-        rollouts, inputs = self._rollouts, self._rollouts.inputs
+        rollouts = self._rollouts
+        inputs = self._rollouts.inputs
         sampling = sampling or rollouts.config.sampling
         ids = _check(inputs, prompts, n, sampling, seed)
         requests = [

@@ -53,7 +53,8 @@ from reprise.spec.sampling import NOISE_NAMES, step_key
 
 OnFinish = Callable[[list[Sample] | Exception], None]
 RENEWED_AFTER = 10_000  # requests of a rollout, since its tables grow; then a new rollout opens
-LOOK_AFTER, LOOK_WITHIN = 64, 1024  # fetches between checks whether drafts lose time: idle, busy
+LOOK_AFTER = 64
+LOOK_WITHIN = 1024  # fetches between checks whether drafts lose time: idle, busy
 STUCK_AFTER = 1000  # fetches without a prompt token or response token
 HISTORY_TOKENS = 2**21  # of old responses to draft from; each token takes about 100 bytes
 
@@ -79,8 +80,14 @@ class SampleRequest:
 
         def one(i: int) -> Request:
             noise = (first + i) % NOISE_NAMES
-            names = (number + i) * NOISE_NAMES + noise, self.prompt_ids, group, i
-            return Request(*names, sampling=self.sampling, adapter=adapter)
+            return Request(
+                (number + i) * NOISE_NAMES + noise,
+                self.prompt_ids,
+                group,
+                i,
+                sampling=self.sampling,
+                adapter=adapter,
+            )
 
         return [one(i) for i in range(self.n)]
 
@@ -132,14 +139,18 @@ class Stream:
         places: int,
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
-        config, model = rollouts.config, lora.with_places(rollouts.inputs.model, places)
+        config = rollouts.config
+        model = lora.with_places(rollouts.inputs.model, places)
         mesh = setup.engine_mesh(config, model, rollouts.mesh)
-        self._rollouts, self._base, self._places = rollouts, base, _Places(places)
+        self._rollouts = rollouts
+        self._base = base
+        self._places = _Places(places)
         self._report = report
         self._engine = Engine(model, config.engine, mesh=mesh, dtype=rollouts.engine.dtype)
         self._adapters = lora.no_adapters(model, rollouts.engine.dtype)
         self._speculation = open_speculation(config, RolloutCache())
-        self._speculation.has_history, self._has_drafts = True, False  # of this rollout
+        self._speculation.has_history = True
+        self._has_drafts = False  # of this rollout
         self._history = GrowingHistory(0)
         if config.speculation.history_source is not None:
             self._history = GrowingHistory(HISTORY_TOKENS, history_rule(config.speculation))
@@ -163,7 +174,8 @@ class Stream:
 
         Without this call, programs compile at first use.
         """
-        rollouts, none = self._rollouts, jax.tree.map(jnp.copy, self._adapters)
+        rollouts = self._rollouts
+        none = jax.tree.map(jnp.copy, self._adapters)
         with on_mesh(rollouts.mesh):
             warm_up(rollouts.config, self._engine, self._params(), self._speculation, on_compiled)
             one = lora.no_adapters(rollouts.inputs.model, self._engine.dtype)
@@ -175,7 +187,8 @@ class Stream:
         `on_finish` gets a ValueError if logits of a response are not finite. Raises ValueError for
         a request that cannot run.
         """
-        config, tokens = self._rollouts.config, len(request.prompt_ids)
+        config = self._rollouts.config
+        tokens = len(request.prompt_ids)
         if request.n < 1:
             raise ValueError(f"expected at least 1 response to a request, got n={request.n}")
         one = dataclasses.replace(request, n=1)
@@ -210,7 +223,8 @@ class Stream:
 
     def close(self) -> None:
         """Close the rollout; the next step opens a new rollout."""
-        rollout, self._rollout = self._rollout, None
+        rollout = self._rollout
+        self._rollout = None
         self._running = {}
         self._number = 0
         self._num_idle = 0
@@ -220,17 +234,25 @@ class Stream:
             rollout.close()
 
     def _open(self) -> None:
-        config, inputs = self._rollouts.config, self._rollouts.inputs
+        config = self._rollouts.config
+        inputs = self._rollouts.inputs
         speculation = self._speculation
         if needs_times(speculation):
             self.warm_up()
-        self._siblings, self._has_drafts = DraftServer(), not speculation.is_off
+        self._siblings = DraftServer()
+        self._has_drafts = not speculation.is_off
         if not self._has_drafts:
             self._history = GrowingHistory(0)
         drafts = speculation.drafter_factory((), (), server=self._siblings, index=self._history)
-        settings = self._params(), config.sampling, step_key(0, 0), inputs.model.eos_token_ids
         more: dict[str, Any] = {"words": inputs.tokenizer.token_bytes, "keeps_responses": True}
-        spec = RolloutSpec(*settings, drafts=drafts, **more)
+        spec = RolloutSpec(
+            self._params(),
+            config.sampling,
+            step_key(0, 0),
+            inputs.model.eos_token_ids,
+            drafts=drafts,
+            **more,
+        )
         sizes: dict[str, Any] = {
             "max_requests": self._engine.config.max_slots,
             "max_tokens": config.longest_tokens,
@@ -253,7 +275,8 @@ class Stream:
         """Raise RuntimeError if many fetches computed no token, so that no request can finish."""
         num_tokens = self.stats.tokens, self.stats.prefilled_tokens
         is_idle = num_tokens == self._num_tokens and self.has_work
-        self._num_tokens, self._num_idle = num_tokens, self._num_idle + 1 if is_idle else 0
+        self._num_tokens = num_tokens
+        self._num_idle = self._num_idle + 1 if is_idle else 0
         if self._num_idle >= STUCK_AFTER:
             raise RuntimeError(
                 f"no token in {STUCK_AFTER} fetches, with {len(self._running)} requests that run "
@@ -262,7 +285,8 @@ class Stream:
 
     def _look(self) -> None:
         """Check whether drafts of the last rounds saved time, as after a training step."""
-        rounds, speculation = self._engine.stats.timeline, self._speculation
+        rounds = self._engine.stats.timeline
+        speculation = self._speculation
         if len(rounds) < (LOOK_WITHIN if self.has_work else LOOK_AFTER):
             return
         if (times := speculation.times_now) is not None and self._has_drafts:
@@ -284,7 +308,8 @@ class Stream:
                 return
             self._waiting.popleft()
             if is_new:
-                adapter, at = request.sampler.adapter, jnp.int32(place)
+                adapter = request.sampler.adapter
+                at = jnp.int32(place)
                 self._adapters = lora.put_adapter(self._adapters, adapter, at)
                 self._engine.use(self._params())
             self._running[self._number] = _Running(request, place, on_finish)
@@ -308,7 +333,8 @@ class Stream:
             return
         self._free(number)
         running.done.sort(key=lambda one: one.sample_index)
-        sampling, version = request.sampling, request.sampler.version
+        sampling = request.sampling
+        version = request.sampler.version
         running.on_finish([self._rollouts.to_sample(t, sampling, version) for t in running.done])
 
     def _fail(self, number: int, t: Trajectory) -> None:

@@ -62,7 +62,8 @@ class _Sink:
     """Keeps the hidden states of a sample of requests until the next reply."""
 
     def __init__(self, number: int, sample: RequestSample) -> None:
-        self._number, self._sample = number, sample
+        self._number = number
+        self._sample = sample
         self.states = collections.deque[tuple[int, HiddenStates]]()
 
     def wants(self, request_id: int, num_tokens: int) -> bool:
@@ -79,8 +80,10 @@ class WorkerActor:
         keep_programs()
         if os.path.isdir(settings.folder):
             os.chdir(settings.folder)
-        self._settings, self._drafts = settings, drafts
-        devices, count = jax.local_devices(), settings.num_devices
+        self._settings = settings
+        self._drafts = drafts
+        devices = jax.local_devices()
+        count = settings.num_devices
         if count > len(devices):
             raise ValueError(
                 f"expected {count} devices for Sched.devices_per_worker, got {len(devices)} on "
@@ -140,7 +143,8 @@ class WorkerActor:
     def _measure(
         self, params: Any, sampling: SamplingConfig, reach: Reach, rounds: str | None
     ) -> Measured:
-        settings, speculation = self._settings, self._speculation
+        settings = self._settings
+        speculation = self._speculation
         engine = self.engine
         moves = ""
         with tempfile.TemporaryDirectory() as folder:
@@ -186,8 +190,11 @@ class WorkerActor:
         """Start a session, and abort the previous session if it was lost."""
         if self._worker is not None:
             self._worker.close(abort=True)
-        self._worker, self._sinks = RolloutWorker(self.engine, limits, self._spec), []
-        self._stats, self._sent, self._num_rollouts = EngineStats(), 0, 0
+        self._worker = RolloutWorker(self.engine, limits, self._spec)
+        self._sinks = []
+        self._stats = EngineStats()
+        self._sent = 0
+        self._num_rollouts = 0
 
     def step(
         self, commands: Sequence[Command], max_s: float, drafter: tuple[int, Any] | None
@@ -215,12 +222,15 @@ class WorkerActor:
 
     def _reply(self, report: Report) -> Reply:
         if report.stats is not self._stats:
-            self._stats, self._sent = report.stats, 0
+            self._stats = report.stats
+            self._sent = 0
             self._num_rollouts += 1
         timeline = report.stats.timeline
         stats = dataclasses.replace(report.stats, timeline=timeline[self._sent :])
         self._sent = len(timeline)
-        states, remarks, bandit = list[tuple[int, HiddenStates]](), list(self._remarks), None
+        states = list[tuple[int, HiddenStates]]()
+        remarks = list(self._remarks)
+        bandit = None
         del self._remarks[: len(remarks)]
         for sink in self._sinks:  # other threads may add more
             while sink.states:
@@ -231,7 +241,9 @@ class WorkerActor:
 
     def _spec(self, message: RolloutMessage, stack: ExitStack) -> RolloutSpec:
         """Return the rollout of a message; `stack` closes its links to other programs."""
-        speculation, number, sink = self._speculation, self.engine.number, None
+        speculation = self._speculation
+        number = self.engine.number
+        sink = None
         if message.bandit is not None and not self._is_tuned:  # later messages have older states
             speculation.bandit(number).load_state(message.bandit)
             self._is_tuned = True
@@ -253,7 +265,9 @@ class WorkerActor:
     def _drafter(
         self, message: RolloutMessage, drafts: StepDrafts, stack: ExitStack
     ) -> DrafterFactory:
-        speculation, server, index = self._speculation, None, None
+        speculation = self._speculation
+        server = None
+        index = None
         config = speculation.config
         if message.apart is not None:
             self._apart.use(message.apart, speculation.times)
@@ -302,7 +316,8 @@ class WorkerActor:
     def _gradients(
         self, params: EagleParams, batch: DrafterBatch, policy: Any
     ) -> tuple[EagleParams, dict[str, float]]:
-        learned, engine = self._settings.learned, self.engine
+        learned = self._settings.learned
+        engine = self.engine
         assert learned is not None, "there is a learned drafter"
         ids_U = learned.draft_ids_U
         with engine.mesh_context():

@@ -157,11 +157,14 @@ class Shared:
         share: Callable[[Any], Any],
         apart: Callable[[int], DraftsApart] | None = None,
     ) -> None:
-        self._speculation, self._share, self._apart = speculation, share, apart
+        self._speculation = speculation
+        self._share = share
+        self._apart = apart
         self.weights = Published(share)
         learned = speculation.drafters.get(LEARNED)
         self._learned = learned if isinstance(learned, LearnedDrafter) else None
-        self._lock, self._numbers = threading.Lock(), itertools.count()
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
         self._names = weakref.WeakKeyDictionary[Any, str]()  # of rollouts, by their drafts
         self._references: dict[str, tuple[int, Any]] = {}  # to weights of the learned drafter
 
@@ -232,13 +235,20 @@ class RayPlace:
         report: Callable[[str], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.number, self.name, self.actor, self._shared = number, f"worker {number}", actor, shared
-        self._call_limit_s, self._compile_s = call_limit_s, compile_s
-        self._report, self._clock, self.later_s = report, clock, 0.0
+        self.number = number
+        self.name = f"worker {number}"
+        self.actor = actor
+        self._shared = shared
+        self._call_limit_s = call_limit_s
+        self._compile_s = compile_s
+        self._report = report
+        self._clock = clock
+        self.later_s = 0.0
         self._thread = DaemonThread(f"idle work of worker {number}")
         self._bounds: Bounds | None = None
         self._rounds: str | None = None  # the measured times of rounds, as text
-        self._prepared_start, self._preparing = 0, None  # type: tuple[int, Future[Any] | None]
+        self._prepared_start = 0
+        self._preparing: Future[Any] | None = None
         self._is_unfit = False  # preparation raised
         self._drafter_version: int | None = None
         self._sinks: dict[int, HiddenStateSink] = {}  # the last sinks, by number
@@ -255,7 +265,8 @@ class RayPlace:
     @property
     def is_ready(self) -> bool:
         """Return whether the worker is prepared; start to prepare a restarted actor."""
-        actor, preparing = self.actor, self._preparing
+        actor = self.actor
+        preparing = self._preparing
         if not actor.is_there or self._is_unfit:
             return False
         if self._bounds is None or self._prepared_start == actor.num_starts:
@@ -277,7 +288,9 @@ class RayPlace:
 
     def prepare(self, bounds: Bounds, rounds: str | None) -> Future[Measured]:
         """Compile and measure in the actor; `rounds` were measured before, if given."""
-        self._bounds, start, offer = bounds, self.actor.num_starts, self._shared.weights.newest
+        self._bounds = bounds
+        start = self.actor.num_starts
+        offer = self._shared.weights.newest
         prepared = self.actor.call(
             "prepare", offer, bounds, rounds, limit_s=self._compile_s, is_work=False
         )
@@ -297,7 +310,9 @@ class RayPlace:
         self._shared.weights.publish(spec.params)
 
     def join(self, limits: WorkerLimits) -> None:
-        self._stats, self._rollout, self._start = EngineStats(), 0, self.actor.num_starts
+        self._stats = EngineStats()
+        self._rollout = 0
+        self._start = self.actor.num_starts
         self._drafter_version = None
         self._request("join", limits, is_work=False)
 
@@ -342,9 +357,11 @@ class RayPlace:
 
     def _settle(self, reply: Reply) -> Report:
         """Add the new statistics of a reply, with times on the clock of this program."""
-        report, new = reply.report, reply.report.stats
+        report = reply.report
+        new = reply.report.stats
         if reply.rollout != self._rollout:
-            self._rollout, self._stats = reply.rollout, EngineStats()
+            self._rollout = reply.rollout
+            self._stats = EngineStats()
         self._stats.timeline += [r.moved(self.later_s) for r in new.timeline]
         for field in dataclasses.fields(new):
             if field.name != "timeline":
@@ -366,7 +383,8 @@ class RayPlace:
         self, policy: Params, step: int, params: EagleParams, batch: DrafterBatch
     ) -> tuple[EagleParams, Mapping[str, float]]:
         """Return the gradient and metrics of a micro-batch. Raises ProgramLost."""
-        offer, drafter = self._shared.weights.publish(policy), self._shared.training(step, params)
+        offer = self._shared.weights.publish(policy)
+        drafter = self._shared.training(step, params)
         rows = jax.tree.map(np.asarray, batch)
         reply = self._request("gradients", offer, drafter, rows, is_work=True)
         try:

@@ -43,7 +43,8 @@ class Shape:
     @property
     def of_copy(self) -> Shape:
         """Return the shape of the share of one copy."""
-        rows, samples = self.rows // self.copies, self.samples // self.copies
+        rows = self.rows // self.copies
+        samples = self.samples // self.copies
         return dataclasses.replace(self, rows=rows, samples=samples, copies=1)
 
     def shared(self, response: Response) -> int:
@@ -186,19 +187,25 @@ def lay_out(responses: Sequence[Response], rows: Sequence[Row], shape: Shape) ->
     """Return the arrays of one micro-batch of `plan`; unfilled rows are padding."""
     from reprise.models.attention import Packing
 
-    T, zeros_5BT = shape.length, np.zeros((5, shape.rows, shape.length), np.int32)
+    T = shape.length
+    zeros_5BT = np.zeros((5, shape.rows, shape.length), np.int32)
     tokens_BT, targets_BT, positions_BT, prompt_BT, branch_BT = zeros_5BT
-    order, starts, prompt_starts = list[int](), list[int](), list[int]()
+    order = list[int]()
+    starts = list[int]()
+    prompt_starts = list[int]()
     for b, row in enumerate(rows):
         at = 0
         for number, (shared, indices) in enumerate(row.parts, start=1):
-            prompt_at, prompt_ids = at, responses[indices[0]].prompt_ids
+            prompt_at = at
+            prompt_ids = responses[indices[0]].prompt_ids
             at += shared
             tokens_BT[b, prompt_at:at] = prompt_ids[:shared]
             positions_BT[b, prompt_at:at] = np.arange(shared)
             for branch, i in enumerate(indices, start=1):
-                tokens, known = responses[i].tokens, prompt_ids[shared:]
-                first, last = at + len(known) - 1, at + len(known) - 1 + len(tokens)
+                tokens = responses[i].tokens
+                known = prompt_ids[shared:]
+                first = at + len(known) - 1
+                last = at + len(known) - 1 + len(tokens)
                 tokens_BT[b, at:last] = np.concatenate([known, tokens[:-1]])
                 targets_BT[b, first:last] = tokens
                 span = slice(at, at + shape.own(responses[i]))
@@ -209,6 +216,14 @@ def lay_out(responses: Sequence[Response], rows: Sequence[Row], shape: Shape) ->
                 prompt_starts.append(b * T + prompt_at)
                 at = span.stop
             prompt_BT[b, prompt_at:at] = number
-    packing, used = Packing(positions_BT, prompt_BT, branch_BT), sum(T - row.free for row in rows)
-    places = np.array(order, int), np.array(starts, int), np.array(prompt_starts, int)
-    return Layout(tokens_BT, targets_BT, packing, *places, used)
+    packing = Packing(positions_BT, prompt_BT, branch_BT)
+    used = sum(T - row.free for row in rows)
+    return Layout(
+        tokens_BT,
+        targets_BT,
+        packing,
+        np.array(order, int),
+        np.array(starts, int),
+        np.array(prompt_starts, int),
+        used,
+    )

@@ -160,9 +160,15 @@ def of_prefix(request: Request, prefix: Prefix) -> Trajectory:
     """Return the trajectory of a request that its prefix completes."""
     assert prefix.finish_reason is not None, "the response has not ended"
     arrays = {k: v for k, v in vars(prefix).items() if k != "reused_tokens"}
-    names = request.request_id, request.group_id, request.sample_index
     prompt_ids = np.asarray(request.prompt_ids, np.int32)
-    return Trajectory(*names, prompt_ids, **arrays, sampling=request.sampling)
+    return Trajectory(
+        request.request_id,
+        request.group_id,
+        request.sample_index,
+        prompt_ids,
+        **arrays,
+        sampling=request.sampling,
+    )
 
 
 def check_finite(t: Trajectory) -> None:
@@ -201,7 +207,8 @@ def check_requests(
             raise ValueError(f"{name}: ids must be in 0 … 2⁶²−1")
         if not request.prompt_ids:
             raise ValueError(f"{name} has an empty prompt: expected at least one token")
-        low, high = min(request.prompt_ids), max(request.prompt_ids)
+        low = min(request.prompt_ids)
+        high = max(request.prompt_ids)
         if low < 0 or high >= model.vocab_size:
             raise ValueError(
                 f"{name} has the token {low if low < 0 else high}, outside the policy's vocabulary "

@@ -46,9 +46,12 @@ def eval_table(runs: Sequence[Run]) -> list[dict[str, str]]:
     rows = []
     figures = [(r, name, f) for r in runs for name, fs in figures_of(r).items() for f in fs]
     for run, name, figure in figures:
-        steps, values = run.eval_series("step"), run.eval_series(metric(name, figure))
+        steps = run.eval_series("step")
+        values = run.eval_series(metric(name, figure))
         known = np.flatnonzero(np.isfinite(values))
-        first, last, best = known[0], known[-1], known[np.argmax(values[known])]
+        first = known[0]
+        last = known[-1]
+        best = known[np.argmax(values[known])]
         bounds = zip(*with_bounds(run, name, figure), strict=True)
         cells = [f"{number(x)} [{number(low)}, {number(high)}]" for x, low, high in bounds]
         seen = run.eval_series(metric(name, "seen_in_training"))[last]
@@ -85,7 +88,9 @@ class EvalCurves:
             color, style = run_look(index)
             values, low, high = with_bounds(run, name, "mean_reward")
             known = np.isfinite(values)
-            steps, low, high = run.eval_series("step")[known], low[known], high[known]
+            steps = run.eval_series("step")[known]
+            low = low[known]
+            high = high[known]
             if len(steps) > 1:
                 ax.fill_between(steps, low, high, facecolor=color, alpha=0.12)
             else:

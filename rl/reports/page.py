@@ -96,7 +96,8 @@ def page(
         f"<figcaption>{_text(caption)}</figcaption></figure>"
         for name, png, caption in images
     )
-    several, evaluated = len(runs) > 1, ""
+    several = len(runs) > 1
+    evaluated = ""
     if evaluations:
         evaluated = f"""<h2>Evaluation before and after training</h2>
 {_table(evaluations, several)}

@@ -23,7 +23,8 @@ OVERVIEW_FILE = "report.png"
 # Colors of the parts of a step: rollout, reward, score, update, checkpoint, then other parts.
 PART_COLORS = ("#4477AA", "#CCBB44", "#66CCEE", "#EE6677", "#AA3377", "#228833", "#997700")
 OTHER_COLOR = "#BBBBBB"
-BANDIT, SHARE = "bandit/", "/share"
+BANDIT = "bandit/"
+SHARE = "/share"
 MAX_ARMS = len(style.RUN_COLORS) - 1  # the last color is for all other arms
 
 
@@ -49,7 +50,8 @@ class Curve:
         scale = 100 if self.unit.startswith("%") else 1
         for index, run in enumerate(runs):
             color, line = run_look(index)
-            steps, values = run.steps, run.series(self.metric) * scale
+            steps = run.steps
+            values = run.series(self.metric) * scale
             bounds = [run.series(name) * scale for name in self.band or ()]
             if len(runs) == 1 and bounds:
                 edge = {"edgecolor": color, "linewidth": 6} if len(steps) == 1 else {"linewidth": 0}
@@ -156,7 +158,8 @@ class TimeSplit:
         parts = sorted(dict.fromkeys(p for m in means for p in m), key=lambda p: p == "other")
         for index, part in enumerate(parts):
             widths = np.array([mean.get(part, 0.0) for mean in means])
-            color, label = part_color(part, index), plain_text(part, 24)
+            color = part_color(part, index)
+            label = plain_text(part, 24)
             ax.barh(range(len(runs)), widths, left=left, height=0.6, color=color, label=label)
             left += widths
         look: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8}

@@ -127,7 +127,9 @@ def summary_table(runs: Sequence[Run]) -> list[dict[str, str]]:
         finite = np.isfinite(values)
         if not finite.any():
             continue
-        known, steps, best = values[finite], run.steps[finite], None
+        known = values[finite]
+        steps = run.steps[finite]
+        best = None
         if name != metric:
             best = np.argmax(known if name[0] == "+" else -known)
         row = {

@@ -7,7 +7,8 @@ from typing import Any
 # Okabe and Ito's colors, which color-blind readers can distinguish, without black and yellow.
 RUN_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F7F7F")
 RUN_STYLES = ("-", "--", ":", "-.")
-INK, FAINT = "#222222", "#666666"
+INK = "#222222"
+FAINT = "#666666"
 
 STYLE = {
     "font.family": "DejaVu Sans",

@@ -51,7 +51,8 @@ class RolloutTimeline:
         from matplotlib.patches import Patch
 
         line_of = request_lines(run.timeline)
-        lines, colors = [], []
+        lines = []
+        colors = []
         for r in run.timeline:
             start_s, end_s = _span(run.timeline, r)
             tokens_A = np.rint(r.emitted_A / np.maximum(r.rounds_A, 1)).astype(int)

@@ -20,7 +20,9 @@ Span = tuple[float, float]
 MAX_NAMED = 16  # lanes with worker names
 MAX_LEGEND = len(RUN_COLORS)  # versions
 BINS = 900  # of the time axis
-IDLE_COLOR, JOINED_COLOR, LOST_COLOR = "#E9E9E9", "#1B7837", "#B2182B"
+IDLE_COLOR = "#E9E9E9"
+JOINED_COLOR = "#1B7837"
+LOST_COLOR = "#B2182B"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +158,8 @@ class WorkersTimeline:
         for event in lanes.lost if len(lanes.lane_of) <= MAX_NAMED else ():
             moved = f": {event.requests} requests moved on" if event.requests else ""
             ax.annotate(event.kind + moved, (event.at_s, lanes.lane_of[event.name]), (7, 0), **look)
-        lost, late = len(lanes.lost), len(lanes.late)
+        lost = len(lanes.lost)
+        late = len(lanes.late)
         counts = f"{len(lanes.lane_of):,} workers, {len(lanes.ends_s)} steps"
         titles(ax, self.title, f"{counts}, {lost} lost, {late} joined later")
         legend_below(ax, 4, handles=handles)
@@ -164,11 +167,16 @@ class WorkersTimeline:
 
 def lanes_of(rows: Sequence[WorkerStep]) -> Lanes:
     """Return the steps of a run on one axis."""
-    parts, events, ends_s, resumed_s = [], [], list[float](), list[float]()
-    offset_s, leg = 0.0, rows[0].leg
+    parts = []
+    events = []
+    ends_s = list[float]()
+    resumed_s = list[float]()
+    offset_s = 0.0
+    leg = rows[0].leg
     for row in rows:
         if row.leg != leg:
-            offset_s, leg = ends_s[-1], row.leg
+            offset_s = ends_s[-1]
+            leg = row.leg
             resumed_s.append(offset_s)
         for part in row.parts:
             spans = tuple((start + offset_s, end + offset_s) for start, end in part.busy_s)

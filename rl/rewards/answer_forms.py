@@ -11,7 +11,8 @@ from reprise.rl.data.tasks import Example
 from reprise.rl.rewards.math_answers import Plain, plain_value
 
 MARKERS = {"hash": "####", "boxed": r"\boxed{", "answer_tag": "</answer>"}
-OTHER, QUESTION = "another example's answer", "the question itself"
+OTHER = "another example's answer"
+QUESTION = "the question itself"
 _SENTENCE = "The answer is {}."
 _PLAIN_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 

@@ -24,7 +24,8 @@ from reprise.rl.rewards.scores import Score, ScoreJob
 
 MAX_ROWS = 1000
 _LIMIT_S = 8.0
-_BATCH_ROWS, _ROWS_PER_WORKER = 64, 256
+_BATCH_ROWS = 64
+_ROWS_PER_WORKER = 256
 
 
 def check_rewards(
@@ -95,7 +96,9 @@ class _Checker:
     """Scores the forms of answers until the time limit."""
 
     def __init__(self, config: RewardConfig, pool: RewardPool, read: Reader) -> None:
-        self._config, self._pool, self._read = config, pool, read
+        self._config = config
+        self._pool = pool
+        self._read = read
         self._end_s = 0.0
         # `task` and `exact_match` pay only for equal text, or have tested verifiers
         self._needs_wrong = any(name not in ("task", "exact_match") for name in config.functions)
@@ -141,7 +144,8 @@ class _Checker:
     def _wrong(self, scored: Scored) -> list[Form]:
         if not self._needs_wrong:
             return []
-        row, extract = scored.row, self._config.extract
+        row = scored.row
+        extract = self._config.extract
         other = None if row.other is None else row.other.core.text
         forms = wrong_forms(row.example, row.core.text, other, extract)
         is_first = self._probes.setdefault(_shape(row), scored) is scored

@@ -62,7 +62,8 @@ class Scored:
 
         A built-in function must pay 1; other functions must pay more than for any wrong response.
         """
-        best, wrong = self.best(name), self.highest_wrong(name)
+        best = self.best(name)
+        wrong = self.highest_wrong(name)
         if best is None or name in BUILT_IN:
             return best is not None and best >= 1.0
         return best > (0.0 if wrong is None else wrong[0])
@@ -107,7 +108,9 @@ class _Judge:
     """Finds the faults of each row, without functions that pay the same for all answers."""
 
     def __init__(self, config: RewardConfig, scored: Sequence[Scored], read: Reader) -> None:
-        self._config, self._scored, self._read = config, scored, read
+        self._config = config
+        self._scored = scored
+        self._read = read
         self._floors = {name: self._floor(name) for name in config.names}
         self._judges = [name for name in config.names if name in BUILT_IN or self._judges_by(name)]
         self._markers = dict[str, list[str | None]]()  # of the answers, by task
@@ -116,7 +119,8 @@ class _Judge:
 
     def findings(self) -> Iterator[Finding]:
         for scored in self._scored:
-            fault, failure = self._unmatched(scored), scored.failure
+            fault = self._unmatched(scored)
+            failure = scored.failure
             if fault is None and failure is not None:
                 kind = failure.partition(":")[0]
                 is_own = kind.partition("/")[0] not in BUILT_IN
@@ -150,7 +154,8 @@ class _Judge:
         return usual if is_usual and row.core.marker is None else None
 
     def _why(self, scored: Scored, names: list[str]) -> tuple[str, str]:
-        config, (core, marker) = self._config, scored.row.core
+        config = self._config
+        core, marker = scored.row.core
         marked = with_marker(config.extract, core)
         if not core:
             return "empty", "the answer is empty"
@@ -186,12 +191,14 @@ class _Judge:
 
     def _wrong(self, scored: Scored) -> Iterator[tuple[str, str]]:
         for name in self._judges:
-            best, wrong = scored.best(name), scored.highest_wrong(name)
+            best = scored.best(name)
+            wrong = scored.highest_wrong(name)
             # a comparison of a whole group may pay anything for any response
             is_relative = self._config.per == "group" and name not in BUILT_IN
             if best is None or wrong is None or name in ("task", "exact_match") or is_relative:
                 continue
-            (value, form), floor = wrong, self._floors[name]
+            value, form = wrong
+            floor = self._floors[name]
             if value > floor and value >= (1.0 if name in BUILT_IN else best) and best > floor:
                 kind = "number" if form.kind not in (OTHER, QUESTION) else form.kind
                 text = (

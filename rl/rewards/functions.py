@@ -27,7 +27,8 @@ class BuiltIn:
     """A built-in function, which finds answers by `extract`."""
 
     def __init__(self, name: str, extract: str) -> None:
-        self._name, self._extract = name, extract
+        self._name = name
+        self._extract = extract
 
     def prepare(self, spec: str) -> None:
         """Do the slow set-up for a task (cached), which the deadline does not cover."""
@@ -50,7 +51,8 @@ class UserFunction:
     """A function of a user file; its lists have an entry for each response of a job."""
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
-        self._function, self._name = function, name
+        self._function = function
+        self._name = name
         parameters = inspect.signature(function).parameters.values()
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         self._names = None if takes_all else {parameter.name for parameter in parameters}
@@ -74,7 +76,8 @@ class UserFunction:
         **_: Any,
     ) -> Any:
         """Score the responses of a job; a completion of a chat is a message, as in TRL."""
-        size, messages = len(completions), not isinstance(prompt, str)
+        size = len(completions)
+        messages = not isinstance(prompt, str)
         shared = {**columns, "prompts": prompt}
         arguments = {name: [value] * size for name, value in shared.items()} | {
             "completions": [_as_message(text) for text in completions] if messages else completions,
@@ -119,7 +122,8 @@ def exact_match(completion: str, answer: str | None, extract: str) -> float | No
     """Return 1 if the extracted answer equals `answer` up to case and spacing, else 0."""
     if answer is None:
         return None
-    response, gold = extract_answer(extract, completion), expected_answer(extract, answer)
+    response = extract_answer(extract, completion)
+    gold = expected_answer(extract, answer)
     return float(response is not None and _words(response) == _words(gold))
 
 

@@ -19,7 +19,8 @@ from reprise.rl.data.units import SPACE, TEXT
 
 _MAX_DIGITS = 1000  # of a repeating decimal
 # A decimal equals another number if it is this close; small numbers share four digits.
-_ABSOLUTE, _RELATIVE = Fraction(1, 10**6), Fraction(1, 10**4)
+_ABSOLUTE = Fraction(1, 10**6)
+_RELATIVE = Fraction(1, 10**4)
 _ROUNDING = 1e-12  # relative, of exact expressions that are evaluated
 
 _DELIMITERS = (r"\boxed{", "}"), (r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$"), ("$", "$")
@@ -45,7 +46,8 @@ def equal(answer: str, response: str) -> bool:
     named = _NAME.sub("", _bare(response)) if is_number else response
     if is_number and (value := _number(named)) is not None:
         return _same_numbers(number, value, is_rounded="." in _bare(answer) + _bare(response))
-    gold, actual = _clean(answer), _clean(response, letters_are_units=is_number)
+    gold = _clean(answer)
+    actual = _clean(response, letters_are_units=is_number)
     if gold and gold == actual:
         return True
     if (terms := _terms(gold)) and (_terms(actual) or any(len(term) > 2 for term in terms)):
@@ -116,7 +118,9 @@ def _clean(text: str, *, letters_are_units: bool = False) -> str:
 
 def _repeating(match: re.Match[str]) -> str:
     r"""Return a number like `0.1\overline{6}` as a fraction."""
-    whole, fixed, period = match[1], match[2], match[3] or match[4]
+    whole = match[1]
+    fixed = match[2]
+    period = match[3] or match[4]
     if len(match[0]) > _MAX_DIGITS:
         return match[0]
     numerator = int(whole + fixed + period) - int(whole + fixed or "0")
@@ -205,7 +209,8 @@ def _same_values(compare_matrices: Any, gold: Any, actual: Any, *precisions: int
     matrices = sympy.MatrixBase, sympy.MatrixExpr
     if isinstance(gold, matrices) or isinstance(actual, matrices):
         return bool(compare_matrices(gold, actual, *precisions))
-    gold, actual = gold.doit(), actual.doit()
+    gold = gold.doit()
+    actual = actual.doit()
     if not (gold.is_number and actual.is_number):
         return False
     if gold.is_Rational and actual.is_Rational:

@@ -39,7 +39,8 @@ class RewardPool(Rewards):
         """
         validate(config)
         super().__init__(config, sample_limit_s(config, startup_s))
-        self._tasks, self._startup_s = tuple(tasks), startup_s
+        self._tasks = tuple(tasks)
+        self._startup_s = startup_s
         # A job, its number of responses, its future, and a function that makes its result.
         self._queue = queue.SimpleQueue[
             tuple[bytes, int, Future[Any], Callable[[list[Outcomes]], Any]] | None

@@ -45,7 +45,9 @@ class WorkerStopped(Exception):
 
     def __init__(self, kind: str, message: str, function: int | None = None) -> None:
         super().__init__(message)
-        self.kind, self.message, self.function = kind, message, function
+        self.kind = kind
+        self.message = message
+        self.function = function
 
 
 class WorkerProcess:
@@ -53,7 +55,9 @@ class WorkerProcess:
 
     def __init__(self, config: RewardConfig, tasks: tuple[str, ...], startup_s: float) -> None:
         """Start the worker; `wait_ready` must follow. It opens `tasks` before the first sample."""
-        self._config, self._tasks, self._startup_s = config, tasks, startup_s
+        self._config = config
+        self._tasks = tasks
+        self._startup_s = startup_s
         self._num_requests = 0
         self._buffer = bytearray()
         self._lock = threading.Lock()
@@ -103,8 +107,10 @@ class WorkerProcess:
         as long as a start; then the deadline runs. Raises WorkerStopped, and RewardWorkerError if
         the task of the job cannot be opened.
         """
-        deadline_s, num_functions = self._config.deadline_s, len(self._config.functions)
-        limit, function = time.monotonic() + max(deadline_s, _MIN_ACCEPT_S), None
+        deadline_s = self._config.deadline_s
+        num_functions = len(self._config.functions)
+        limit = time.monotonic() + max(deadline_s, _MIN_ACCEPT_S)
+        function = None
         try:
             if self._buffer or self._readable.poll(0):
                 raise WorkerStopped("protocol", "it wrote, or ended, without a request")
@@ -200,7 +206,9 @@ class _Output:
     """Copies the output of a worker to standard error, up to a limit for each sample."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
-        self._pipe, self._left_bytes, self._is_empty = pipe, MAX_OUTPUT_BYTES, True
+        self._pipe = pipe
+        self._left_bytes = MAX_OUTPUT_BYTES
+        self._is_empty = True
         self._thread = threading.Thread(target=self._copy, name="reward-output", daemon=True)
         self._thread.start()
 

@@ -62,8 +62,10 @@ class Scorers(Rewards):
         settings = dataclasses.replace(settings, files=files, start_s=start_s)
         again_s = 2 * start_s + settings.deadline_s
         super().__init__(config, sample_limit_s(config) + MAX_ATTEMPTS * again_s)
-        args, self._is_closed = (config, tuple(tasks), os.getcwd()), False
-        target, concurrency = f"{__name__}:{ScoringActor.__name__}", 2 * config.workers
+        args = (config, tuple(tasks), os.getcwd())
+        self._is_closed = False
+        target = f"{__name__}:{ScoringActor.__name__}"
+        concurrency = 2 * config.workers
         self.actors = [
             Actor(f"scorer {i}", target, args, settings, room, i, concurrency=concurrency)
             for i in range(count)

@@ -83,7 +83,8 @@ class Rewards(abc.ABC):
 
     def __init__(self, config: RewardConfig, timeout_s: float) -> None:
         """Store the settings; `timeout_s` is the sum of all limits of one sample."""
-        self.config, self._timeout_s = config, timeout_s
+        self.config = config
+        self._timeout_s = timeout_s
         self.counters: collections.Counter[tuple[str, str]] = collections.Counter()
         self._lock = threading.Lock()
         self._error: RewardWorkerError | None = None
@@ -170,7 +171,9 @@ def combine(config: RewardConfig, outcomes: Sequence[Sequence[Any]]) -> Score:
     total = Σ_k w_k · v_k over the v_k that are not None (the rule of TRL). After any failure,
     including a sum above `LARGEST_REWARD`, the total is 0 under `zero` and None under `skip`.
     """
-    values, failures, weighted = dict[str, Any](), list[str](), list[float]()
+    values = dict[str, Any]()
+    failures = list[str]()
+    weighted = list[float]()
     for name, weight, (value, kind, message) in zip(
         config.names, config.full_weights, outcomes, strict=True
     ):

@@ -66,7 +66,8 @@ class Writer:
     """Sends answers from this process; a forked child that sends exits instead."""
 
     def __init__(self, file: io.BufferedRWPair) -> None:
-        self._file, self._pid = file, os.getpid()
+        self._file = file
+        self._pid = os.getpid()
 
     def send(self, ticket: str, **answer: Any) -> None:
         if os.getpid() != self._pid:  # forked by a scorer

@@ -26,7 +26,8 @@ FEWER_PROGRAMS = (
 
 def print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
     """Print the plan of `--dry_run`, and the memory that the run needs; return the exit code."""
-    model, devices_here = inputs.model, unopened_devices()
+    model = inputs.model
+    devices_here = unopened_devices()
     if devices_here.is_cpu and config.numerics.same_bits is True:
         if reason := why_other_bits(model, config.mesh.tensor):
             say(f"error: Numerics.same_bits=True: {reason}", sys.stderr)

@@ -81,7 +81,8 @@ def respond(
     waiting: Callable[[], object] = lambda: None,
 ) -> list[Answers]:
     """Generate and score `Eval.samples` responses to every question, all sets in one rollout."""
-    n, sets = config.eval.samples, inputs.evals.sets
+    n = config.eval.samples
+    sets = inputs.evals.sets
     examples = [example for s in sets for example in s.examples]
     prompts = [prompt for s in sets for prompt in s.prompts]
     sampling = config.eval.sampling(config.sampling)
@@ -107,7 +108,8 @@ def respond(
         return scorer.responses(*run(engine, spec, own, scorer, on_round, "evaluation"))
 
     matches = partition.exchange("evaluation", requests, answer, waiting)
-    answers, first = [], 0
+    answers = []
+    first = 0
     for s in sets:
         some = slice(first * n, (first + len(s.examples)) * n)
         moved = [
@@ -141,8 +143,12 @@ class RunEvaluation:
         clock: Callable[[], float],
         rows: Sequence[Row],
     ) -> None:
-        self._system, self._best, self._metrics, self._clock = system, best, metrics, clock
-        self._config, self._metric = system.config.eval, f"eval/{system.config.eval.best_by}"
+        self._system = system
+        self._best = best
+        self._metrics = metrics
+        self._clock = clock
+        self._config = system.config.eval
+        self._metric = f"eval/{system.config.eval.best_by}"
         self._sets = system.inputs.evals.sets
         evaluated = [row for row in rows if EVAL_SECONDS in row]
         self._done = {row["step"] for row in evaluated}
@@ -170,7 +176,8 @@ class RunEvaluation:
 
         Raises Stopped if a stop is requested during the evaluation; a resumed run then repeats it.
         """
-        system, config = self._system, self._system.config
+        system = self._system
+        config = self._system.config
         system.watch.at("evaluation")
         system.processes.barrier(f"evaluation after step {step}", system.watch.heartbeat)
         system.show.part(step, "evaluation")
@@ -228,7 +235,8 @@ class RunEvaluation:
 
     def _tell(self, row: Mapping[str, float], step: int) -> None:
         """Show the metrics; after the last step, also show the metrics before training."""
-        say, figure = self._system.show.message, self._config.best_by.rpartition("/")[2]
+        say = self._system.show.message
+        figure = self._config.best_by.rpartition("/")[2]
         names = {s.name: f"eval/{s.name}/{figure}" for s in self._sets}
         if len(names) > 1:
             names["all"] = f"eval/{figure}"
@@ -236,7 +244,8 @@ class RunEvaluation:
         tail = f"; best at step {best.step}" if best is not None else ""
         if step == self._system.config.run.steps and self._first is not None:
             for name, metric in names.items():
-                before, after = plus_minus(self._first, metric), plus_minus(row, metric)
+                before = plus_minus(self._first, metric)
+                after = plus_minus(row, metric)
                 say(f"eval {name}: {figure} {before} → {after}{tail}")
             return
         when = f"after step {step}" if step else "before training"
@@ -299,7 +308,8 @@ def load_checkpoint(run: Path, inputs: Inputs, mesh: Any = None, step: int | Non
             f"the checkpoint of step {matches.step} in {run} has weights that are not finite: name "
             "an earlier one with --step"
         )
-    params, then = matches.arrays.params, matches.host.get("contents", {})
+    params = matches.arrays.params
+    then = matches.host.get("contents", {})
     is_base = model.lora is not None
     others = identity.check_policy(matches.step, then, inputs.policy, is_base=is_base)
     if is_base:

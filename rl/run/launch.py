@@ -44,12 +44,14 @@ def launch(config: TrainConfig, folder: Path, *, resume: bool) -> int:
     """
     from reprise.rl.cluster.ray_session import open_ray, reserve
 
-    cluster, limit_s = config.cluster, config.cluster.deadline_s
+    cluster = config.cluster
+    limit_s = config.cluster.deadline_s
     count = cluster.num_trainers
     screen = Screen(sys.stdout, sys.stderr)
     settings = ActorSettings({}, limit_s, 2 * limit_s)
     target = f"{Trainer.__module__}:{Trainer.__name__}"
-    setting, devices = f"Cluster.num_processes={count}", trainer_devices(config)
+    setting = f"Cluster.num_processes={count}"
+    devices = trainer_devices(config)
     try:
         with (
             open_ray(cluster.address, count + ray_run.num_cpus(config), limit_s) as address,
@@ -85,7 +87,8 @@ class StopSignals:
     """A context manager that counts `stop_signals`."""
 
     def __init__(self) -> None:
-        self.count, self.last = 0, signal.SIGTERM
+        self.count = 0
+        self.last = signal.SIGTERM
         self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> StopSignals:
@@ -97,7 +100,8 @@ class StopSignals:
         self._exits.close()
 
     def _note(self, number: int, frame: object) -> None:
-        self.count, self.last = self.count + 1, signal.Signals(number)
+        self.count = self.count + 1
+        self.last = signal.Signals(number)
 
 
 class Screen:
@@ -107,7 +111,8 @@ class Screen:
     """
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
-        self._out, self._err = out, err
+        self._out = out
+        self._err = err
         self._errors: set[str] = set()
         self._explained: set[int] = set()  # processes that have reported an error
         self._hidden: dict[int, collections.deque[str]] = {}

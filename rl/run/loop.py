@@ -60,10 +60,14 @@ def train(
     anywhere and resumed writes the same bits as an uninterrupted run. Raises Stopped if a stop is
     requested, or if `Run.time_limit_s` leaves no time for another step.
     """
-    start_s, num_skipped, begins = clock(), 0, partial(_begins, show, watch)
+    start_s = clock()
+    num_skipped = 0
+    begins = partial(_begins, show, watch)
     learning = LearningWatch(config, show.message)
     with _opened(config, inputs, folder, show, watch, clock, processes) as run:
-        system, state, position = run.system, run.state, run.position
+        system = run.system
+        state = run.state
+        position = run.position
         run.checkpointer.evaluate_with(run.evaluation)
         saving = Timings(clock)
         with saving.section("checkpoint"):  # so that the first row has this part too
@@ -109,7 +113,8 @@ class _Run:
 
         The metrics row of the step has been written before: a kill in between would lose the row.
         """
-        system, config = self.system, self.system.config
+        system = self.system
+        config = self.system.config
         with timings.section("checkpoint"):
             if step == config.run.steps or self.checkpointer.is_due():
                 system.show.part(step, SAVING)
@@ -121,7 +126,9 @@ class _Run:
         self, position: RunPosition, record: StepRecord, timings: Timings, now_s: float
     ) -> dict[str, Any]:
         """Write the samples of a step, then its metrics; return the metrics."""
-        step, stats, show = position.step, record.stats, self.system.show
+        step = position.step
+        stats = record.stats
+        show = self.system.show
         workers, of_workers = self.workers.step(step, stats.parts, stats.events, now_s)
         turned_off = after_step(
             self.system.speculation,
@@ -151,7 +158,8 @@ def _opened(
 ) -> Iterator[_Run]:
     """Open the parts of a run at its newest checkpoint; process 0 writes the folder."""
     with contextlib.ExitStack() as stack:
-        files, enter = Folder(folder, create=True), stack.enter_context
+        files = Folder(folder, create=True)
+        enter = stack.enter_context
         best = BestRecord(
             files,
             inputs.evals.fingerprint(config.eval, config.sampling),
@@ -213,7 +221,8 @@ def open_rollouts(
 
     A resumed run has the weights before the last update in `stale_params`, and the saved `state`.
     """
-    config, engine = system.config, system.engine
+    config = system.config
+    engine = system.engine
     if config.sched.mode == "pipeline":
         from reprise.rl.steps.pipeline import PipelineRollouts
 
@@ -249,7 +258,8 @@ def _warn_of_stops(run: RunConfig, timings: Timings, show: Progress) -> None:
 
 def _warn_of_padding(shape: Shape, row: Mapping[str, Any], show: Progress) -> None:
     """Recommend smaller micro-batches if more than half of the batch is padding."""
-    padding, ways = row.get("batch/padding", 0.0), logprobs.batch_ways()
+    padding = row.get("batch/padding", 0.0)
+    ways = logprobs.batch_ways()
     if padding > 0.5 and shape.rows > ways:
         show.message(
             f"note: {padding:.0%} of the update's positions are padding; "

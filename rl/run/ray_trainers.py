@@ -171,7 +171,9 @@ def _follow(
     num_stops: Callable[[], int],
 ) -> dict[int, int]:
     listening = {i: actor.call("listen") for i, actor in enumerate(actors)}
-    statuses, failed_s, is_stopped = dict[int, int](), math.inf, False
+    statuses = dict[int, int]()
+    failed_s = math.inf
+    is_stopped = False
     while listening:
         wait(listening.values(), POLL_S, FIRST_COMPLETED)
         for i, answer in list(listening.items()):

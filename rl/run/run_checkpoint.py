@@ -56,15 +56,20 @@ class RunCheckpointer:
         state: TrainState,
         position: RunPosition,
     ) -> None:
-        self._system, self._checkpoints, self._rollouts = system, checkpoints, rollouts
-        self._metrics, self._clock = metrics, clock
-        self._saved_step, self._saved_s = position.step, clock()
+        self._system = system
+        self._checkpoints = checkpoints
+        self._rollouts = rollouts
+        self._metrics = metrics
+        self._clock = clock
+        self._saved_step = position.step
+        self._saved_s = clock()
         self.whole_step(state, position)
 
     def whole_step(self, state: TrainState, position: RunPosition) -> None:
         """Record a completed step as the rollback point of an interrupted one."""
         system = self._system
-        self._state, self._position = state, position
+        self._state = state
+        self._position = position
         system.watch.whole_step = position.step
         self._learned = {
             "reuse": system.reuse.state(),
@@ -77,7 +82,8 @@ class RunCheckpointer:
 
     def is_due(self) -> bool:
         """Return whether a checkpoint is due by steps or, in any process, by minutes."""
-        config, step = self._system.config.checkpoint, self._position.step
+        config = self._system.config.checkpoint
+        step = self._position.step
         if config.due(step) or not config.every_minutes:
             return config.due(step)
         is_late = self._clock() - self._saved_s >= 60 * config.every_minutes
@@ -88,7 +94,8 @@ class RunCheckpointer:
 
         Raises NonFiniteWeights, and the errors of `Checkpointer.save`.
         """
-        system, position = self._system, self._position
+        system = self._system
+        position = self._position
         trainer.check_weights(
             self._state,
             f"the checkpoint of step {position.step} is not saved (a lower "
@@ -152,7 +159,8 @@ def resume(
 
     In a pipeline the stale weights answer the next step; None means the weights of the state.
     """
-    drafter, behind = system.drafter, None
+    drafter = system.drafter
+    behind = None
     if system.config.sched.mode == "pipeline":
         behind = trainer.shapes_in(state.params, system.engine.dtype)
     template = SavedArrays.of(state, behind, None if drafter is None else drafter.template)
@@ -172,7 +180,9 @@ def resume(
         fix = "move this folder away to go on from the checkpoint before"
         raise NoWholeCheckpointError(f"{error}: {fix}", {}) from error
     system.show.message(f"resuming after step {restored.step}")
-    host, done, arrays = restored.host, restored.step, restored.arrays
+    host = restored.host
+    done = restored.step
+    arrays = restored.arrays
     for part in restored.lacking:
         system.show.message(f"the checkpoint holds no {part[1:]}: it begins after step {done}")
     files = None if restored.files is None else Folder(restored.files)
@@ -207,12 +217,14 @@ def check_can_resume(config: TrainConfig, inputs: Inputs, checkpoints: Path) -> 
 
 def saved_shapes(config: TrainConfig, inputs: Inputs) -> SavedArrays:
     """Return the array shapes in the checkpoints of a run; open no device."""
-    spec, model = recipe(config, inputs.model), inputs.model
+    spec = recipe(config, inputs.model)
+    model = inputs.model
     state = state_shapes(trained_specs(model), make_optimizer(config.optimizer, spec.total_steps))
     if config.algorithm.resolved.needs_critic:
         state = dataclasses.replace(state, critic=critic.shapes(spec))
     behind = state.params if config.sched.mode == "pipeline" else None
-    drafter, shape = None, drafter_shape(config, model)
+    drafter = None
+    shape = drafter_shape(config, model)
     if shape is not None:
         from reprise.spec.eagle import model as eagle
         from reprise.spec.eagle.training import state_of

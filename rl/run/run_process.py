@@ -150,7 +150,9 @@ class _RunProcess:
         SIGTERM and Ctrl-C save the last whole step and exit with 75, or with the status of the
         signal if there is no step to resume from.
         """
-        config, processes, limits = self.config, self.processes, self.config.run
+        config = self.config
+        processes = self.processes
+        limits = self.config.run
         try:
             own = not processes.alone and config.cluster.rollouts == "local"
             _, rounding = open_mesh(config, self.inputs.model, own=own)
@@ -261,16 +263,19 @@ class _RunProcess:
 
     def _export(self, state: TrainState, show: Progress) -> int:
         """Write the trained policy as a Hugging Face folder, and its drafter; return the status."""
-        config, folder = self.config, self.folder
+        config = self.config
+        folder = self.folder
         params = host_copy(state.params, keep=self.processes.is_first)
         if not self.processes.is_first:
             return 0
         try:
-            inputs, text = self.inputs, f"the policy is in {folder / POLICY}"
+            inputs = self.inputs
+            text = f"the policy is in {folder / POLICY}"
             if inputs.model.lora is not None:
                 base, digest = adapter_base.describe_base(inputs.policy, inputs.contents)
                 peft_files.write(folder / ADAPTER, inputs.model, params, base, digest)
-                steps, then = config.run.steps, inputs.contents
+                steps = config.run.steps
+                then = inputs.contents
                 identity.check_policy(steps, then, inputs.policy, is_base=True)
                 model, params = lora.load_merged(inputs.policy, inputs.model, params)
                 inputs = dataclasses.replace(inputs, model=model)

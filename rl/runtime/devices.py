@@ -49,7 +49,8 @@ def found() -> Sequence[jax.Device]:
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # a failed `cuda` is a bare AssertionError
-        requested, plugins = jax.config.jax_platforms, _plugins()
+        requested = jax.config.jax_platforms
+        plugins = _plugins()
         why = str(error).partition("\n")[0] or _error_of(plugins)
         raise ValueError(
             f"expected the devices of JAX_PLATFORMS={requested!r}, got none: {why}; "

@@ -44,7 +44,8 @@ def compile_all(lowered: Iterable[Any], total: int, on_compiled: OnCompiled = un
 
     def report() -> None:
         nonlocal done
-        before, done = done, sum(future.done() for future in compiled)
+        before = done
+        done = sum(future.done() for future in compiled)
         if done // CHECK_EVERY != before // CHECK_EVERY or 0 < done == total:
             check_mappings(f"{done} of {total} programs are compiled")
         if done > before:

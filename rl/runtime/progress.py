@@ -48,7 +48,9 @@ class Progress:
         total_steps: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stream, self._total_steps, self._clock = stream, total_steps, clock
+        self._stream = stream
+        self._total_steps = total_steps
+        self._clock = clock
         self._last_line_s = self._compiling_since_s = clock()
         self._recent_s: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
         self._left = ""  # the time left for the run, updated after each step
@@ -216,7 +218,8 @@ def step_columns(row: Mapping[str, Any], total_steps: int | None = None) -> list
 
 def folded(columns: Sequence[str], width_chars: int) -> str:
     """Join columns by two spaces; a column beyond the width starts an indented line."""
-    text, used = columns[0], len(columns[0])
+    text = columns[0]
+    used = len(columns[0])
     for column in filter(None, columns[1:]):
         is_over = used + 2 + len(column) > width_chars
         text += ("\n    " if is_over else "  ") + column

@@ -8,19 +8,26 @@ from pathlib import Path
 CONFIG_FILE = "config.gin"  # resolved; a run resumes from it
 MARKER_FILE = ".reprise"  # marks a run folder, and is locked during the run
 NEWEST_FILE = "newest_checkpoint"  # the step of the newest complete checkpoint
-METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 EVAL_SAMPLES_FILE = "eval_samples.jsonl"
 WORKERS_FILE = "workers.jsonl"  # worker records of each step, with joins and losses
 ROW_FILES = METRICS_FILE, SAMPLES_FILE, EVAL_SAMPLES_FILE, WORKERS_FILE
 EVALUATION_FILE = "evaluation.json"  # the best step by evaluation
-ROUNDS_FILE, MOVES_FILE = "round_times.json", "move_times.json"  # measured seconds
+ROUNDS_FILE = "round_times.json"
+MOVES_FILE = "move_times.json"  # measured seconds
 SECONDS_FILE = "step_seconds.jsonl"  # of the rounds of each step, for budgets of a resumed run
 TIMELINE_FILE = "timeline.json"  # of rollouts in the last saved step
 LEGS_FILE = "legs.jsonl"  # each start of the run: when, on what device, with which versions
 WANDB_ID_FILE = "wandb_id"
-TENSORBOARD_FOLDER, WANDB_FOLDER, REPORT_FOLDER = "tensorboard", "wandb", "report"
-CHECKPOINTS, ROLLOUTS = "checkpoints", "rollouts"  # of run state; spilled responses
-POLICY, DRAFTER_MODEL, ADAPTER = "policy", "drafter_model", "adapter"  # of a finished run
+TENSORBOARD_FOLDER = "tensorboard"
+WANDB_FOLDER = "wandb"
+REPORT_FOLDER = "report"
+CHECKPOINTS = "checkpoints"
+ROLLOUTS = "rollouts"  # of run state; spilled responses
+POLICY = "policy"
+DRAFTER_MODEL = "drafter_model"
+ADAPTER = "adapter"  # of a finished run
 DRAFTER = "drafter"  # separate checkpoints of the learned drafter
 
 

@@ -28,7 +28,10 @@ COMPILE_LIMIT_S = 3600.0
 SPEAKING_S = 1.0  # for the last message, since a terminal may hang too
 SAME_STOP_S = 0.5  # launchers may forward a Ctrl-C that the terminal already sent to the process
 # parts of a run with separate limits
-STARTING, SAVING, EXPORTING, COMPILING = "starting", "checkpoint", "export", "compiling"
+STARTING = "starting"
+SAVING = "checkpoint"
+EXPORTING = "export"
+COMPILING = "compiling"
 LONG_PARTS = STARTING, EXPORTING, COMPILING
 
 
@@ -73,13 +76,20 @@ class Watch:
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        self._limits, self._clock, self._end_process = limits or Limits(), clock, end
-        self._should_stop, self._last_saved = should_stop, standing
-        self._say, self._close = say, close
-        self._part, self._heartbeat_s = STARTING, clock()
-        self._noted, self._saving = False, saving
+        self._limits = limits or Limits()
+        self._clock = clock
+        self._end_process = end
+        self._should_stop = should_stop
+        self._last_saved = standing
+        self._say = say
+        self._close = close
+        self._part = STARTING
+        self._heartbeat_s = clock()
+        self._noted = False
+        self._saving = saving
         self._stop_requested_s: float | None = None
-        self._stopped_at_s, self._insisted = clock(), False
+        self._stopped_at_s = clock()
+        self._insisted = False
         self.whole_step = 0  # the last step that the main thread has completed
         self._main = threading.get_ident()
         self._over = threading.Event()
@@ -159,7 +169,8 @@ class Watch:
     def _signalled(self, number: signal.Signals) -> None:
         if number not in self._signals:
             return  # handlers of other code write to the pipe too
-        first, self.signal = self._stop_requested_s is None, number
+        first = self._stop_requested_s is None
+        self.signal = number
         if self._part == STARTING:
             self._end(f"stopped before step {self._last_saved()[0] + 1}")
         elif first:
@@ -174,7 +185,9 @@ class Watch:
 
     def _check_limits(self) -> None:
         """Exit the process if the main thread made no progress, or did not stop, in time."""
-        now_s, limits, part = self._clock(), self._limits, self._part
+        now_s = self._clock()
+        limits = self._limits
+        part = self._part
         silent_s = now_s - self._heartbeat_s
         if silent_s > (limits.compile_s if part in LONG_PARTS else limits.hang_s):
             where = code_line(self._main)

@@ -130,7 +130,8 @@ def make_once(setting: str, name: str, make: Any, protocol: type, **example: Any
 
     `example` holds the arguments. Raises ValueError.
     """
-    where, given = f"{setting}: {name}", ", ".join(example)
+    where = f"{setting}: {name}"
+    given = ", ".join(example)
     base = f"{protocol.__module__}.{protocol.__name__}"
     try:
         made = make(**example)

@@ -40,12 +40,15 @@ def result_of(
     future: Future[T], what: str, deadline: Deadline, progress: Callable[[], Any] = lambda: None
 ) -> T:
     """Return the result of a future. Raises Hang if `progress` does not change for too long."""
-    seen, since_s = progress(), time.monotonic()
+    seen = progress()
+    since_s = time.monotonic()
     while not wait([future], min(POLL_S, deadline.hang_limit_s)).done:
-        now, now_s = progress(), time.monotonic()
+        now = progress()
+        now_s = time.monotonic()
         if now != seen:
             deadline.heartbeat()
-            seen, since_s = now, now_s
+            seen = now
+            since_s = now_s
         elif now_s - since_s > deadline.hang_limit_s:
             waiter = threading.current_thread().name
             raise Hang(f"{waiter} waits for {what}: no sign of life for {now_s - since_s:.1f} s")

@@ -14,7 +14,8 @@ class Account:
     """An account of bytes in use, at most `max_bytes`. Only for the event loop."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self.max_bytes, self.used = max_bytes, 0
+        self.max_bytes = max_bytes
+        self.used = 0
 
     def take(self, num_bytes: int, held: int = 0) -> None:
         """Take bytes for a request that already holds `held`. Raises Busy without taking bytes."""
@@ -33,7 +34,8 @@ class Hold:
     """The bytes that one request has taken from an account."""
 
     def __init__(self, account: Account) -> None:
-        self._account, self.num_bytes = account, 0
+        self._account = account
+        self.num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
         """Take bytes for this request. Raises Busy."""
@@ -42,7 +44,8 @@ class Hold:
 
     def hand_over(self) -> int:
         """Return the number of held bytes, which the caller must give back."""
-        num_bytes, self.num_bytes = self.num_bytes, 0
+        num_bytes = self.num_bytes
+        self.num_bytes = 0
         return num_bytes
 
     def release(self) -> None:

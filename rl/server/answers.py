@@ -34,7 +34,8 @@ class Answer:
         if isinstance(result, bytes):
             self.body = result
         else:
-            self.body, self.media_type = json.dumps(result).encode(), "application/json"
+            self.body = json.dumps(result).encode()
+            self.media_type = "application/json"
         if self.ready is not None:
             self.ready.set()
             self.ready = None

@@ -139,7 +139,8 @@ async def _telemetry(service: Service, request: Request, hold: Hold) -> Response
 
 
 async def _train(service: Service, request: Request, hold: Hold) -> Response:
-    factor, limit = incoming.MESSAGE_FACTOR, incoming.MAX_BODY_BYTES
+    factor = incoming.MESSAGE_FACTOR
+    limit = incoming.MAX_BODY_BYTES
     body = bytes(await incoming.read_body(request, hold, factor, limit))
     operation = await incoming.off_loop(bodies.parse_operation, body)
     result = service.train(operation, body)

@@ -121,8 +121,10 @@ def parse_sampling(
             f"expected a prompt of fewer than {max_tokens} tokens, got {prompt_tokens}"
         )
     wanted = number(params, "max_tokens", None)
-    stop, top_k = params.get("stop"), number(params, "top_k", -1, low=-1, high=MAX_INT32)
-    strings, ids = tuple[str, ...](), tuple[int, ...]()
+    stop = params.get("stop")
+    top_k = number(params, "top_k", -1, low=-1, high=MAX_INT32)
+    strings = tuple[str, ...]()
+    ids = tuple[int, ...]()
     if isinstance(stop, str):
         strings = (stop,)
     elif isinstance(stop, list) and stop and all(type(x) is int for x in stop):
@@ -246,8 +248,10 @@ def parse_adam(body: Mapping[str, Any]) -> Adam:
         return value
 
     clip = number(params, "grad_clip_norm", 0.0, low=-MAX_FLOAT32, high=MAX_FLOAT32, kind=float)
-    rate, eps = positive("learning_rate", 1e-4), positive("eps", 1e-12)
-    b1, b2 = positive("beta1", 0.9, high=1), positive("beta2", 0.95, high=1)
+    rate = positive("learning_rate", 1e-4)
+    eps = positive("eps", 1e-12)
+    b1 = positive("beta1", 0.9, high=1)
+    b2 = positive("beta2", 0.95, high=1)
     decay = positive("weight_decay", 0.0)
     if b1 == 1 or b2 == 1:
         raise ValueError("adam_params: expected betas below 1")

@@ -34,7 +34,8 @@ class Connection(H11Protocol):
         **named: Any,
     ) -> None:
         super().__init__(*given, **named)
-        self._without_header, self._max_connections = without_header, max_connections
+        self._without_header = without_header
+        self._max_connections = max_connections
         self._phase: object = None
         self._deadline: asyncio.TimerHandle | None = None
         self._slow: asyncio.TimerHandle | None = None
@@ -80,7 +81,8 @@ class Connection(H11Protocol):
 
     def _watch(self) -> None:
         """Start the deadline for the next header or body, if the deadline has changed."""
-        state, is_idle = self.conn.their_state, self.timeout_keep_alive_task is not None
+        state = self.conn.their_state
+        is_idle = self.timeout_keep_alive_task is not None
         if state is h11.IDLE and not is_idle:  # uvicorn closes connections idle after an answer
             self._wait(HEADER_S)
         elif state is h11.SEND_BODY:

@@ -16,7 +16,8 @@ class Listings:
     """Server records as clients see them; `name` is the name of the model."""
 
     def __init__(self, records: Records, name: str) -> None:
-        self.records, self.name = records, name
+        self.records = records
+        self.name = name
 
     def runs(self, limit: int, offset: int) -> Record:
         names = list(reversed(self.records.runs))
@@ -27,7 +28,8 @@ class Listings:
     def run(self, run: str) -> Record:
         if run not in self.records.runs:
             raise Unknown(f"found no training run {run!r:.100}")
-        record, own = self.records.runs[run], self.records.run_checkpoints(run)
+        record = self.records.runs[run]
+        own = self.records.run_checkpoints(run)
 
         def last(kind: str) -> Record | None:
             matches = [c for c in own if c["kind"] == kind]

@@ -25,7 +25,8 @@ from reprise.rl.runtime.progress import say
 from reprise.rl.server.account import Busy
 
 SCHEME = "tinker://"
-TRAINING, SAMPLER = "weights", "sampler_weights"
+TRAINING = "weights"
+SAMPLER = "sampler_weights"
 KINDS = {TRAINING: "training", SAMPLER: "sampler"}
 FILE = "records.jsonl"
 LOCK = "server.lock"
@@ -124,7 +125,8 @@ class Records:
         path = self.folder / FILE
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         self._sync_folder()
-        self._file_bytes, self._is_torn = self._read(path), False
+        self._file_bytes = self._read(path)
+        self._is_torn = False
         os.ftruncate(self._file, self._file_bytes)  # drop a line that a kill truncated
         self._sweep()
         self._compact_above = 2 * self.live_bytes + SLACK_BYTES
@@ -276,7 +278,8 @@ class Records:
 
     def _sweep(self) -> None:
         """Delete folders without a record, and records without a folder."""
-        folder, wanted = self.folder / CHECKPOINTS, set[str]()
+        folder = self.folder / CHECKPOINTS
+        wanted = set[str]()
         if self.checkpoints and not folder.is_dir():
             raise ValueError(
                 f"{folder}: expected the folder of {len(self.checkpoints)} checkpoints, found "
@@ -295,7 +298,8 @@ class Records:
 
     def _compact(self) -> None:
         """Rewrite the file with only the live records; keep the old file if this fails."""
-        path, new = self.folder / FILE, self.folder / f"{FILE}.new"
+        path = self.folder / FILE
+        new = self.folder / f"{FILE}.new"
         changes = [(table, *entry) for table in FIELDS for entry in getattr(self, table).items()]
         file = -1
         try:
@@ -311,7 +315,8 @@ class Records:
                 new.unlink(missing_ok=True)
         else:
             os.close(self._file)
-            self._file, self._is_torn = file, False
+            self._file = file
+            self._is_torn = False
             self._file_bytes = self.live_bytes = os.fstat(file).st_size
             with contextlib.suppress(OSError):  # renamed, so this file is current
                 self._sync_folder()

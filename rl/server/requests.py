@@ -43,7 +43,8 @@ def refusal(
     A page of another site can send requests to loopback, and its name is the Host after DNS
     rebinding. Programs send no Origin. If `hosts` is None, any Host is accepted, which needs a key.
     """
-    host, origin = request.headers.get("host", ""), request.headers.get("origin")
+    host = request.headers.get("host", "")
+    origin = request.headers.get("origin")
     if hosts is not None and _name(host) not in hosts:
         return error(421, f"expected the Host {' or '.join(hosts)}, got {host!r:.100}")
     if origin is not None and _netloc(origin) != host:
@@ -129,7 +130,8 @@ class InParts(Response):
         try:
             await send(start | {"headers": self.raw_headers})
             for at in range(0, len(whole), PART_BYTES):
-                part, more = bytes(whole[at : at + PART_BYTES]), at + PART_BYTES < len(whole)
+                part = bytes(whole[at : at + PART_BYTES])
+                more = at + PART_BYTES < len(whole)
                 await send({"type": "http.response.body", "body": part, "more_body": more})
         finally:
             self._hold.release()

@@ -55,10 +55,14 @@ class Service:
         self, served: Served, records: Records, worker: Worker, account: Account | None = None
     ) -> None:
         assert served.policy.model.lora is not None
-        self.policy, self.name, self.tokenizer = served.policy, served.name, served.tokenizer
-        self.records, self.account = records, account or Account()
+        self.policy = served.policy
+        self.name = served.name
+        self.tokenizer = served.tokenizer
+        self.records = records
+        self.account = account or Account()
         self.answers = Answers(self.account)
-        self._worker, self._now_s = worker, records.now_s
+        self._worker = worker
+        self._now_s = records.now_s
         self.listings = Listings(records, served.name)
         self.models: dict[str, Model] = {}
         self._heartbeats: dict[str, float] = {}
@@ -99,7 +103,8 @@ class Service:
 
     def _forget_sessions(self) -> None:
         """Drop the oldest sessions that have neither a client nor a checkpoint."""
-        limit_s, records = self._now_s() - SILENT_S, self.records
+        limit_s = self._now_s() - SILENT_S
+        records = self.records
         kept = {model.session for model in self.models.values()}
         kept |= {r["session"] for run, r in records.runs.items() if records.run_checkpoints(run)}
 
@@ -142,7 +147,8 @@ class Service:
         """Queue a new adapter with the rank and seed of the request."""
         self._check_base(field(body, "base_model", str))
         lora = field(body, "lora_config", dict)
-        rank, seed = number(lora, "rank", 32), number(lora, "seed", 0, high=2**63)
+        rank = number(lora, "rank", 32)
+        seed = number(lora, "seed", 0, high=2**63)
         assert self.policy.model.lora is not None
         if not 1 <= rank <= (max_rank := self.policy.model.lora.rank):
             raise ValueError(
@@ -160,7 +166,8 @@ class Service:
 
     def create_from(self, body: Mapping[str, Any]) -> Record:
         """Queue a model that continues from a checkpoint."""
-        path, with_optimizer = self._training_path(body), field(body, "optimizer", bool)
+        path = self._training_path(body)
+        with_optimizer = field(body, "optimizer", bool)
         source = self.records.runs[self.records.checkpoint(path)["run"]]
 
         def make() -> Policy:
@@ -188,7 +195,8 @@ class Service:
             raise ValueError(f"expected at most {MAX_MODELS} models in training: finish a session")
         record = {"session": session, "rank": rank, "targets": targets, "last_s": self._now_s()}
         record["user_metadata"] = texts(body)
-        answer, model = self._open(request_id), Model(run, session)
+        answer = self._open(request_id)
+        model = Model(run, session)
         try:
             self.records.put("runs", run, record)
         except (Busy, OSError):
@@ -247,7 +255,8 @@ class Service:
         def run(policy: Policy) -> Result:
             wire.check_fields("ForwardBackwardRequest", body)
             message = wire.parse("ForwardBackwardRequest", body)
-            settings, loss = bodies.loss_settings(message), message.loss_fn
+            settings = bodies.loss_settings(message)
+            loss = message.loss_fn
             data = [bodies.parse_datum(x, loss) for x in message.data]
             if message.forward_only:
                 return bodies.trained(policy.evaluate(data, loss, settings))
@@ -317,7 +326,8 @@ class Service:
 
     def _in_turn(self, run: str, seq: int, operation: Callable[[Policy], Result]) -> Record:
         """Queue an operation on a model after all operations with lower numbers."""
-        model, request_id = self._model(run), f"{run}:{seq}"
+        model = self._model(run)
+        request_id = f"{run}:{seq}"
         if request_id in self.answers:
             return {"request_id": request_id}
         model.turns.check(seq)
@@ -363,8 +373,10 @@ class Service:
 
     def sample(self, body: Mapping[str, Any]) -> Record:
         """Queue a request for samples."""
-        key, seq = field(body, "sampling_session_id", str), number(body, "seq_id")
-        path, request_id = self._sampler_record(key)["path"], f"{key}:{seq}"
+        key = field(body, "sampling_session_id", str)
+        seq = number(body, "seq_id")
+        path = self._sampler_record(key)["path"]
+        request_id = f"{key}:{seq}"
         n = number(body, "num_samples", 1, low=1, high=bodies.MAX_SAMPLES)
         ids = [f"{request_id}:{i}" for i in range(n)]
         answer = {"request_id": request_id, "sample_sequence_ids": ids}
@@ -376,7 +388,8 @@ class Service:
                 raise ValueError(f"{name}: this server returns log-probs of drawn tokens alone")
         params, prompt = (field(body, name, dict) for name in ("sampling_params", "prompt"))
         seed = number(params, "seed", None)
-        tokens, limit = bodies.prompt_ids(prompt), self.policy.config.longest_tokens
+        tokens = bodies.prompt_ids(prompt)
+        limit = self.policy.config.longest_tokens
         sampling = bodies.parse_sampling(params, len(tokens), limit)
         noise = request_id if seed is None else f"seed {seed}"
 

@@ -51,7 +51,8 @@ class Turns:
 
     def drop(self, why: str) -> None:
         """Answer all waiting operations with an error."""
-        waiting, self._ahead = self._ahead, {}
+        waiting = self._ahead
+        self._ahead = {}
         for operation in waiting.values():
             operation.answer({"error": why, "category": "user"})
 
@@ -68,7 +69,8 @@ class Model:
 
     def end(self, why: str) -> None:
         """Free the adapter, and answer all waiting operations with an error."""
-        self.ended, self.policy = why, None
+        self.ended = why
+        self.policy = None
         self.turns.drop(why)
 
     def live_policy(self) -> Policy:

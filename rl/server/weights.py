@@ -21,7 +21,8 @@ class Weights:
     """The adapters of a policy: folders of checkpoints, and recently used samplers in memory."""
 
     def __init__(self, policy: Policy, records: Records) -> None:
-        self._policy, self._records = policy, records
+        self._policy = policy
+        self._records = records
         # By checkpoint folder (never reused), or None without an adapter. Newest last.
         self._samplers: dict[str | None, Sampler] = {}
 
@@ -42,7 +43,8 @@ class Weights:
         before = self._records.checkpoints.get(path)
         if before is not None and not field(body, "overwrite", bool, False):
             raise ValueError(f"{path} exists: choose another name, or overwrite=True")
-        folder_name, now_s = uuid.uuid4().hex, self._records.now_s()
+        folder_name = uuid.uuid4().hex
+        now_s = self._records.now_s()
         folder = self._records.folder / CHECKPOINTS / folder_name
         try:
             if at.kind == SAMPLER:

@@ -30,9 +30,11 @@ MESSAGES: Mapping[str, str] = {
     "SampleResponse": "1 sequences SampledSequence*, 2 prompt_logprobs bytes",
     "SampledSequence": "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes",
 }
-FLOAT32, INT64 = 1, 2
+FLOAT32 = 1
+INT64 = 2
 DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
-STOP, LENGTH = 0, 1  # stop_reason
+STOP = 0
+LENGTH = 1  # stop_reason
 MAX_FIELDS = 2**18  # of a message and of the messages in it
 MAX_SPARSE = 2**20  # numbers of a sparse tensor, zeros included
 
@@ -49,7 +51,8 @@ def _file() -> descriptor_pb2.FileDescriptorProto:
 
 
 def _add_field(message: Any, number: int, name: str, kind: str) -> None:
-    repeated, base = kind[-1] in "*}", kind.strip("*{}")
+    repeated = kind[-1] in "*}"
+    base = kind.strip("*{}")
     added = message.field.add(name=name, number=number)
     added.label = _Field.LABEL_REPEATED if repeated else _Field.LABEL_OPTIONAL
     if kind.startswith("{"):  # on the wire a map is repeated entries of (1 key, 2 value)
@@ -59,7 +62,8 @@ def _add_field(message: Any, number: int, name: str, kind: str) -> None:
         _add_field(entry, 2, "value", base)
         base = f"{message.name}.{entry.name}"
     if base in MESSAGES or "." in base:
-        added.type, added.type_name = _Field.TYPE_MESSAGE, f".{PACKAGE}.{base}"
+        added.type = _Field.TYPE_MESSAGE
+        added.type_name = f".{PACKAGE}.{base}"
     else:
         added.type = getattr(_Field, f"TYPE_{base.upper()}")
 
@@ -92,12 +96,14 @@ def check_fields(name: str, data: bytes) -> None:
 
     An empty message of two bytes takes a hundred bytes after parsing.
     """
-    count, waiting = 0, [(_POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"), 0, len(data))]
+    count = 0
+    waiting = [(_POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"), 0, len(data))]
     while waiting:
         kind, at, end = waiting.pop()
         while at < end:
             tag, at = _varint(data, at, end)
-            field, wire_type = kind.fields_by_number.get(tag >> 3), tag & 7
+            field = kind.fields_by_number.get(tag >> 3)
+            wire_type = tag & 7
             count += 1
             if wire_type == 0:
                 _, at = _varint(data, at, end)
@@ -124,7 +130,8 @@ def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
     while at < end and shift < 70:
         byte = data[at]
         value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
+        at = at + 1
+        shift = shift + 7
         if byte < 128:
             return value, at
     raise ValueError("expected a number, which is cut")

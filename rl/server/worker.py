@@ -30,7 +30,8 @@ class Worker:
         self._folder = folder
         self._jobs = collections.deque[Callable[[], None]]()
         self._sampling: dict[object, OnResult] = {}  # requests in the stream
-        self._changed, self._is_closed = threading.Condition(), False
+        self._changed = threading.Condition()
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
         self._thread.start()
 

@@ -79,7 +79,8 @@ def check_stops(sampling: SamplingConfig, model: ModelConfig, tokenizer: Tokeniz
 
 def check_algorithm(config: TrainConfig) -> None:
     """Raise ValueError if the algorithm could not learn from the responses of a step."""
-    name, size = config.algorithm.name, config.rollout.group_size
+    name = config.algorithm.name
+    size = config.rollout.group_size
     if size < 2 and config.algorithm.resolved.compares_groups:
         raise ValueError(
             f"Algorithm.name={name!r} compares the responses to a prompt with one another: "
@@ -121,7 +122,8 @@ def ahead_loss(mode: str, trainer: Sequence[Any], workers: Sequence[Any]) -> str
 
 def check_correct_by(config: TrainConfig) -> None:
     """Raise ValueError unless it is clear which reward function makes a response correct."""
-    names, named = config.reward.names, config.eval.correct_by
+    names = config.reward.names
+    named = config.eval.correct_by
     if not config.eval.num_prompts or (named is not None and config.correct_by in names):
         return
     choices = " or ".join(f'"{name}"' for name in names)
@@ -153,7 +155,8 @@ def check_task_names(config: TrainConfig) -> None:
 
 def _check_correction(config: TrainConfig) -> None:
     """Raise ValueError if updates would ignore that the policy differs from the sampling policy."""
-    algorithm, trainer = config.algorithm.resolved, config.trainer
+    algorithm = config.algorithm.resolved
+    trainer = config.trainer
     if config.algorithm.importance is not None:
         return
     minibatches = min(trainer.minibatches, config.rollout.prompts_per_step)
@@ -180,7 +183,8 @@ def check_tuner(config: TrainConfig) -> None:
     """Raise ValueError if arms of the bandit are larger or deeper than draft trees get."""
     if config.speculation.budget != "bandit":
         return
-    high, tuner = config.engine.max_nodes - 1, config.tuner
+    high = config.engine.max_nodes - 1
+    tuner = config.tuner
     if max(tuner.verify_tokens) > high:
         raise ValueError(
             f"expected Tuner.verify_tokens of at most Engine.max_nodes − 1 = {high}, got "
@@ -212,7 +216,8 @@ def check_drafting(config: TrainConfig) -> None:
         _check_drafting_workers(config)
     if settings.helps:
         _check_helpers(config)
-    window, limit = settings.window, config.engine.max_nodes - 1
+    window = settings.window
+    limit = config.engine.max_nodes - 1
     if window is not None and window > limit:
         raise ValueError(
             f"expected Drafting.window of at most Engine.max_nodes − 1 = {limit}, got {window}: "
@@ -221,7 +226,9 @@ def check_drafting(config: TrainConfig) -> None:
 
 
 def _check_drafting_workers(config: TrainConfig) -> None:
-    settings, workers, speculation = config.drafting, config.sched.workers, config.speculation
+    settings = config.drafting
+    workers = config.sched.workers
+    speculation = config.speculation
     wanted = settings.workers
     if not (speculation.enabled and MODEL in speculation.sources):
         raise ValueError(
@@ -251,7 +258,8 @@ def _check_drafting_workers(config: TrainConfig) -> None:
 
 
 def _check_helpers(config: TrainConfig) -> None:
-    settings, verifying = config.drafting, config.sched.workers - (config.drafting.workers or 0)
+    settings = config.drafting
+    verifying = config.sched.workers - (config.drafting.workers or 0)
     each = settings.requests_per_helper
     if not config.speculation.enabled or verifying < 2:
         raise ValueError(
@@ -276,7 +284,8 @@ def _check_helpers(config: TrainConfig) -> None:
 
 def check_cluster(config: TrainConfig) -> None:
     """Raise ValueError for settings that several processes cannot have, or that are missing."""
-    count, sources = config.cluster.history_workers, config.speculation.sources
+    count = config.cluster.history_workers
+    sources = config.speculation.sources
     if count and config.speculation.history_source is None:
         raise ValueError(
             f"Cluster.history_workers={count} index what history drafts from: expected "
@@ -288,7 +297,8 @@ def check_cluster(config: TrainConfig) -> None:
     if config.cluster.kind != "spmd":
         return
     cluster_config.check(config.cluster)
-    mode, workers = config.sched.mode, config.sched.workers
+    mode = config.sched.mode
+    workers = config.sched.workers
     if config.cluster.rollouts == "mesh" and (mode != "sync" or workers > 1):
         raise ValueError(
             'Cluster.rollouts="mesh" is one engine on the devices that train: expected '
@@ -314,7 +324,8 @@ def check_trainers(config: TrainConfig) -> None:
 
 def trainer_devices(config: TrainConfig) -> int:
     """Return the number of devices per trainer process on Ray. Raises ValueError."""
-    mesh, count = config.mesh, config.cluster.num_trainers
+    mesh = config.mesh
+    count = config.cluster.num_trainers
     total = mesh.data * mesh.fsdp * mesh.tensor
     if mesh.data == -1 or total % count:
         got = "Mesh.data = -1" if mesh.data == -1 else f"{total} devices"

@@ -180,7 +180,8 @@ def task_names(task: TaskConfig) -> list[tuple[str, str]]:
     """Return (name, spec) of the tasks of a run, numbered if they share a name."""
     pairs: list[tuple[str, str]] = []
     for spec in task.specs:
-        name, number = _short_name(spec), 1
+        name = _short_name(spec)
+        number = 1
         while any(taken == (name if number == 1 else f"{name}-{number}") for taken, _ in pairs):
             number += 1
         pairs.append((name if number == 1 else f"{name}-{number}", spec))
@@ -247,7 +248,8 @@ def open_sets(
         pairs = [(name, spec) for name, spec in pairs if is_generated(spec)]
     held = TrainingPrompts()
     if training is not None and pairs:
-        trained, limit = training(), max(task.stream_above_examples, _LOOKED_AT)
+        trained = training()
+        limit = max(task.stream_above_examples, _LOOKED_AT)
         held = TrainingPrompts.of(trained, limit)
         if len(trained) > limit:
             skipped.append(
@@ -283,7 +285,8 @@ def _open_set(
     order: Iterable[int] = range(len(task))
     if not generated:
         order = DataOrder(len(task), config.seed).indices(0, len(task)).tolist()
-    chosen, held_back = dict[str, _Question](), dict[str, _Question]()
+    chosen = dict[str, _Question]()
+    held_back = dict[str, _Question]()
     too_long = 0
     for index in order:
         if len(chosen) == config.num_prompts:
@@ -301,7 +304,8 @@ def _open_set(
             chosen[key] = index, example, tokens
     left_out = len(held_back)
     if keeps_seen and not chosen:
-        chosen, left_out = dict(list(held_back.items())[: config.num_prompts]), 0
+        chosen = dict(list(held_back.items())[: config.num_prompts])
+        left_out = 0
     questions = sorted(chosen.values(), key=lambda question: question[0])
     kinds = [held.holds(example.prompt) for _, example, _ in questions]
     return EvalSet(

@@ -44,7 +44,8 @@ def contents(config: TrainConfig, policy: Path) -> dict[str, str]:
 
 def user_contents(config: TrainConfig, setting: str) -> dict[str, str]:
     """Return the part of `contents` for the user files of a setting. Raises OSError, ValueError."""
-    result, files_by_name = dict[str, str](), dict[str, Path]()
+    result = dict[str, str]()
+    files_by_name = dict[str, Path]()
     for k, user_name in enumerate(config.user_names.get(setting, ())):
         path, _ = split_user_name(user_name)
         for file in _with_imported(path):

@@ -147,7 +147,8 @@ def open_inputs(config: TrainConfig) -> Inputs:
 
 def _open_whole(config: TrainConfig, inputs: Inputs) -> Inputs:
     """Check all prompts, and keep the prompts that fit."""
-    task, limit = inputs.task, config.rollout.max_prompt_tokens
+    task = inputs.task
+    limit = config.rollout.max_prompt_tokens
     lengths = [len(inputs.encode(task[i], config.task)) for i in range(len(task))]
     usable = tuple(i for i, n in enumerate(lengths) if n <= limit)
     if not usable:
@@ -163,7 +164,8 @@ def _open_whole(config: TrainConfig, inputs: Inputs) -> Inputs:
 
 def _open_stream(config: TrainConfig, inputs: Inputs) -> Inputs:
     """Check prompts in the order of the run until one fits."""
-    task, limit = inputs.task, config.rollout.max_prompt_tokens
+    task = inputs.task
+    limit = config.rollout.max_prompt_tokens
     first = DataOrder(len(task), config.run.seed).indices(0, MAX_PASSED_OVER)
     if not any(len(inputs.encode(task[int(i)], config.task)) <= limit for i in first):
         raise ValueError(
@@ -176,7 +178,8 @@ def _open_stream(config: TrainConfig, inputs: Inputs) -> Inputs:
 
 def _check_reuse(config: TrainConfig, num_examples: int) -> None:
     phases = 1 + (config.algorithm.resolved.max_extra_phases or 0)
-    prompts, size = phases * config.rollout.prompts_per_step, config.rollout.group_size
+    prompts = phases * config.rollout.prompts_per_step
+    size = config.rollout.group_size
     # in a pipeline the phases of two steps alternate
     is_pipeline = config.sched.mode == "pipeline"
     scattered = is_pipeline and phases > 1 and 2 * prompts > num_examples

@@ -76,7 +76,8 @@ class Change:
 
 def changes(before: TrainConfig, now: TrainConfig) -> list[Change]:
     """Return the differences between two configurations, except for the folder."""
-    old, new = _lines(before), _lines(now)
+    old = _lines(before)
+    new = _lines(now)
     return [
         Change(field, old.get(field, "not set"), value)
         for field, value in new.items()

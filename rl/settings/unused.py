@@ -13,7 +13,9 @@ from reprise.spec.budget.config import BANDIT, LEARNED, MODEL
 
 def unused_settings(config: TrainConfig) -> list[str]:
     """Return a sentence per setting or section without effect, with the setting that it needs."""
-    speculation, sched, drafting = config.speculation, config.sched, config.drafting
+    speculation = config.speculation
+    sched = config.sched
+    drafting = config.drafting
     # sources also count with the budget off, which compares a run with plain decoding
     drafters = {*speculation.sources, *(drafting.methods if drafting.helps else ())}
     several = sched.workers > 1 or sched.mode != "sync"

@@ -64,7 +64,8 @@ class SpeculationConfig:
                 "group_update_tokens must be at least 1 and losing_steps at least 0, got "
                 f"{self.group_update_tokens} and {self.losing_steps}"
             )
-        windows, matches = self.window_tokens, self.match_tokens
+        windows = self.window_tokens
+        matches = self.match_tokens
         if len(windows) != 3 or windows[1] < 0 or not 1 <= windows[0] <= windows[2]:
             raise ValueError(
                 "expected window_tokens of a first window, its growth and the largest one, such as "
@@ -163,7 +164,8 @@ class ReuseConfig:
     max_age_steps: int | None = None
 
     def __post_init__(self) -> None:
-        mode, schedule = parse_mode(self.mode), parse_schedule(self.schedule)
+        mode = parse_mode(self.mode)
+        schedule = parse_schedule(self.schedule)
         if not 0 <= self.fresh_share <= 1:
             raise ValueError(
                 f"fresh_share is a share of each group: expected 0 to 1, got {self.fresh_share}"
@@ -215,7 +217,8 @@ def check_coupling(
     """Raise ValueError if (example, sample) cannot key noise with `max_times` uses per step."""
     if not config.couples_noise:
         return
-    max_examples, mode = 2**31 // (2 * MAX_SAMPLES), f'Reuse.mode="{config.mode}"'
+    max_examples = 2**31 // (2 * MAX_SAMPLES)
+    mode = f'Reuse.mode="{config.mode}"'
     if group_size > MAX_SAMPLES or num_examples > max_examples:
         raise ValueError(
             f"{mode} has names for {max_examples} examples with {MAX_SAMPLES} samples each, got "

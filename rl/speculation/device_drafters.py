@@ -104,7 +104,8 @@ class DraftModel:
         config: DraftModelConfig,
         others: Sequence[DraftModel] = (),
     ) -> None:
-        self.model, self.config = model, config
+        self.model = model
+        self.config = config
         self.models = (self, *others)  # with `config.directories`, for drafting workers
         self._params = params
         self._on_devices = PerRunner[transformer.Params]()
@@ -140,7 +141,8 @@ class DraftModel:
 
     def make_drafter(self, kind: type[Kind], context: DrafterContext, max_depth: int) -> Kind:
         """Return a drafter of this kind for one worker and rollout, with chains of `max_depth`."""
-        runner, config = context.runner, self.config
+        runner = context.runner
+        config = self.config
         return kind(
             dataclasses.replace(self.model, unused_ids=runner.model.unused_ids),
             self._params_on(runner),
@@ -173,10 +175,12 @@ class LearnedDrafter:
     """The drafter that all workers share, safe from any thread; `swap` replaces its weights."""
 
     def __init__(self, drafter: EagleWeights, tree: TreeConfig) -> None:
-        self.config, self.draft_ids_U = drafter.config, drafter.draft_ids_U
+        self.config = drafter.config
+        self.draft_ids_U = drafter.draft_ids_U
         self.tree = tree
         self._lock = threading.Lock()
-        self._params, self._version = drafter.params, 0
+        self._params = drafter.params
+        self._version = 0
         self._on_devices = PerRunner[EagleParams]()
 
     @property
@@ -208,11 +212,13 @@ class LearnedDrafter:
     def swap(self, params: EagleParams) -> None:
         """Replace the weights by arrays that no step donates."""
         with self._lock:
-            self._params, self._version = params, self._version + 1
+            self._params = params
+            self._version = self._version + 1
 
     def drafter_for(self, context: DrafterContext) -> EagleDrafter:
         """Return the drafter of one worker for one rollout."""
-        runner, spec = context.runner, context.spec
+        runner = context.runner
+        spec = context.spec
         ids_U = None if self.draft_ids_U is None else runner.put(self.draft_ids_U)
         shared = eagle.frozen(spec.params, ids_U, runner.made)
         return EagleDrafter(

@@ -45,7 +45,9 @@ class HistoryActor:
     """An actor that builds shards for `rule`, from groups of one policy and vocabulary."""
 
     def __init__(self, rule: ProposalRule, policy: str, vocab_size: int) -> None:
-        self._rule, self._policy, self._vocab_size = rule, policy, vocab_size
+        self._rule = rule
+        self._policy = policy
+        self._vocab_size = vocab_size
 
     def ready(self) -> None:
         """Return immediately."""
@@ -54,7 +56,8 @@ class HistoryActor:
         self, blobs: Mapping[str, bytes], tails: Mapping[str, np.ndarray]
     ) -> tuple[int, tuple[str, ...], Any]:
         """Return the number of tokens, the damaged keys, and a reference to the shard."""
-        groups, damaged = dict[str, CachedGroup](), list[str]()
+        groups = dict[str, CachedGroup]()
+        damaged = list[str]()
         for key, blob in blobs.items():
             try:
                 groups[key] = decode(blob, key, self._policy, self._vocab_size)
@@ -76,11 +79,13 @@ class HistoryWorkers:
         settings: ActorSettings,
     ) -> None:
         """Start the actors."""
-        args, target = (rule, cache.policy, cache.vocab_size), f"{__name__}:{HistoryActor.__name__}"
+        args = (rule, cache.policy, cache.vocab_size)
+        target = f"{__name__}:{HistoryActor.__name__}"
         self.actors = [
             Actor(f"history worker {i}", target, args, settings, room, i) for i in range(count)
         ]
-        self._tail_tokens, self._settings = rule.longest, settings
+        self._tail_tokens = rule.longest
+        self._settings = settings
 
     def wait_started(self) -> None:
         """Wait until all workers have started. Raises ProgramLost if a worker cannot serve."""
@@ -102,7 +107,9 @@ class HistoryWorkers:
         for key in prompts:
             if (blob := cache.blob(key)) is not None:
                 blobs[self.worker_of(key)][key] = blob
-        sent, shards, late_s = {}, list[Shard](), self._settings.deadline_s
+        sent = {}
+        shards = list[Shard]()
+        late_s = self._settings.deadline_s
         for i, actor in enumerate(self.actors):
             if blobs[i] and actor.is_there:
                 tails = {

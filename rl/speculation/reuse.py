@@ -43,10 +43,13 @@ class Reuse:
         greedy: bool,
         seconds: RunSeconds | None = None,
     ) -> None:
-        self.mode, self._schedule = parse_mode(config.mode), parse_schedule(config.schedule)
+        self.mode = parse_mode(config.mode)
+        self._schedule = parse_schedule(config.schedule)
         self._renewal = Renewal(config.fresh_share, config.renew_groups)
         self._max_age_steps = config.max_age_steps
-        self._cache, self._seed, self._greedy = cache, seed, greedy
+        self._cache = cache
+        self._seed = seed
+        self._greedy = greedy
         self._log_lenience = log(self.mode.lenience)
         self._problems: list[str] = []
         # groups that requests of a step repeat; the cache may change before responses arrive
@@ -86,7 +89,8 @@ class Reuse:
         separate settings. An example that a step repeats is answered without reuse, with different
         noise.
         """
-        seen, again = collections.Counter(before), list[int]()
+        seen = collections.Counter(before)
+        again = list[int]()
         for key in keys:
             again.append(seen[key])
             seen[key] += 1
@@ -172,7 +176,9 @@ class Reuse:
         agreements = self._agreements(keys, trajectories, last)
         self._misses.played([one for group in agreements.values() for one in group.values()])
         kept = remember(
-            *(cache, keys, trajectories),
+            cache,
+            keys,
+            trajectories,
             scored=self.mode.enabled,
             renewals=renewals,
             agreements=agreements,
@@ -201,7 +207,8 @@ class Reuse:
         sizes = collections.Counter(keys[t.group_id] for t in trajectories)
         for t in trajectories:
             key = keys[t.group_id]
-            group, is_fresh = last[key], self._renewal.is_fresh(t.sample_index, sizes[key])
+            group = last[key]
+            is_fresh = self._renewal.is_fresh(t.sample_index, sizes[key])
             if group is None or is_fresh or self._renewal.is_due(group):
                 continue
             before = {r.sample_index: r.tokens for r in group.responses}
@@ -248,7 +255,8 @@ class Reuse:
 
     def new_problems(self) -> list[str]:
         """Return messages about failed reuse since the last call: a few, and a count of others."""
-        problems, self._problems = list(dict.fromkeys(self._problems)), []
+        problems = list(dict.fromkeys(self._problems))
+        self._problems = []
         more = [f"{len(problems) - 3} more prompts likewise"] if len(problems) > 4 else []
         return problems[: 3 if more else 4] + more
 

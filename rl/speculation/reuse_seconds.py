@@ -30,7 +30,8 @@ def reuse_saved_s(rounds: Sequence[RoundRecord], times: RoundTimes) -> float:
 
 def reuse_loss_text(lost: Sequence[StepSeconds], mode: ReuseMode) -> str:
     """Return a message about the cost of reuse in the latest losing steps, and its consequence."""
-    lost_s, rollout_s = -sum(s.reuse_saved_s for s in lost), sum(s.rollout_s for s in lost)
+    lost_s = -sum(s.reuse_saved_s for s in lost)
+    rollout_s = sum(s.rollout_s for s in lost)
     if mode.couples_noise:
         end = "it ends for the rest of the run, and its responses only draft"
     else:

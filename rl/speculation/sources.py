@@ -60,7 +60,8 @@ MAX_WORKERS = 2**16
 def history_rule(config: SpeculationConfig) -> ProposalRule:
     """Return the rule that the history source of a configuration drafts by."""
     assert config.history_source is not None
-    rule, (max_length, shortest) = HISTORY_RULES[config.history_source], config.match_tokens
+    rule = HISTORY_RULES[config.history_source]
+    max_length, shortest = config.match_tokens
     if config.history_source != "histospec":
         return rule
     max_tokens = max(rule.path_tokens, config.window_tokens[2])
@@ -123,17 +124,20 @@ class Speculation:
     ) -> None:
         wanted = {LEARNED: config.learns, MODEL: config.asks_model}
         assert drafters.keys() == {n for n in wanted if wanted[n]}, "those that the sources name"
-        self.config, self.drafters = config, drafters
+        self.config = config
+        self.drafters = drafters
         self.times: RoundTimes | None = None  # set once it is measured
         self.seconds = RunSeconds(config.losing_steps)  # of all steps so far
         self._user_drafters = _user_drafters(config)
         self._user_budget = _user_budget(config)
-        self._cache, self._deadline = cache, deadline or Deadline()
+        self._cache = cache
+        self._deadline = deadline or Deadline()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="history")
         self._building: Future[_Built] | None = None
         self._used: _Built | None = None  # by the current or the last rollout
         self.has_history = False  # whether its prompts have earlier responses
-        self._tuner, self._seed = tuner or TunerConfig(), seed
+        self._tuner = tuner or TunerConfig()
+        self._seed = seed
         self._bandits: dict[int, BegMab] = {}  # by worker
         self._lock = threading.Lock()
         self.for_others = False  # whether workers of other programs index the history themselves
@@ -173,13 +177,30 @@ class Speculation:
             self.has_history = bool(last) or (built is not None and built.num_tokens > 0)
         if self.is_off:
             return no_drafts
-        names, index = dict(enumerate(keys, first_group)), built.index if built else index
-        shared = server or DraftServer(group_size), Progress()
-        make = partial(self._drafts, names, last or {}, index, *shared, self.times_now)
+        names = dict(enumerate(keys, first_group))
+        index = built.index if built else index
+        make = partial(
+            self._drafts,
+            names,
+            last or {},
+            index,
+            server or DraftServer(group_size),
+            Progress(),
+            self.times_now,
+        )
         groups, shards = (built.groups, built.shards) if built else ({}, ())
         trees = tuple(shard.trees for shard in shards)
-        settings = last or {}, first_group, group_size, groups, trees, self.methods_of_copies
-        return StepDrafts(make, keys, prompts, *settings)
+        return StepDrafts(
+            make,
+            keys,
+            prompts,
+            last or {},
+            first_group,
+            group_size,
+            groups,
+            trees,
+            self.methods_of_copies,
+        )
 
     def _drafts(
         self,
@@ -216,9 +237,10 @@ class Speculation:
         union = DrafterUnion(list(parts.values()), list(parts))
         if self.config.budget == BANDIT:
             assert times is not None, "a bandit needs the measured seconds of a round"
-            bandit, deepest = self.bandit(context.runner.number), self._deepest_here
+            bandit = self.bandit(context.runner.number)
+            deepest = self._deepest_here
             budget: Budget | None = BanditBudget(
-                *(bandit, times, union, deepest), is_copy=lambda r: copy_of(r)[1] > 0
+                bandit, times, union, deepest, is_copy=lambda r: copy_of(r)[1] > 0
             )
         elif self._user_budget is not None:
             assert times is not None, "a budget of a user gets the measured seconds of a round"
@@ -276,7 +298,8 @@ class Speculation:
 
     def bandit_metrics(self) -> dict[str, float]:
         """Return the choices of bandits since the last call, and their median rewards."""
-        chosen, rewards = collections.Counter[str](), dict[str, list[float]]()
+        chosen = collections.Counter[str]()
+        rewards = dict[str, list[float]]()
         for bandit in self._bandits.values():
             chosen += bandit.take_chosen()
             for arm, values in bandit.rewards().items():
@@ -352,13 +375,15 @@ class Speculation:
             raise
 
     def _build(self, prompts: Mapping[str, Prompt]) -> _Built:
-        start_s, source = time.perf_counter(), self.config.history_source
+        start_s = time.perf_counter()
+        source = self.config.history_source
         assert source is not None
         if self.for_others:
             workers = self.history_workers
             shards = () if workers is None else workers.build(prompts, self._cache)
             sharded = {key for shard in shards for key in shard.keys if key not in shard.damaged}
-            groups, seconds = self._groups(prompts.keys() - sharded), time.perf_counter() - start_s
+            groups = self._groups(prompts.keys() - sharded)
+            seconds = time.perf_counter() - start_s
             return _Built(None, frozenset(prompts), seconds, groups, shards)
         arrays = {key: np.asarray(ids, np.int32) for key, ids in prompts.items()}
         index = build_index(self._cache, arrays, history_rule(self.config))

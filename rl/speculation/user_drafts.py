@@ -17,7 +17,8 @@ from reprise.spec.budget.budget import Budget, DraftDecision, Sizes
 from reprise.spec.drafter import Acceptance, Drafter, Drafts, LiveSlots, Source
 from reprise.spec.round_times import RoundTimes
 
-SOURCES, BUDGET = "Speculation.sources", "Speculation.budget"  # settings
+SOURCES = "Speculation.sources"
+BUDGET = "Speculation.budget"  # settings
 
 
 class MakeDrafter(Protocol):
@@ -75,7 +76,8 @@ class UserDrafter(Drafter):
     """A drafter of a user, which runs on the host; its tokens count as `Source.OTHER`."""
 
     def __init__(self, name: str, drafter: Drafter, vocab_size: int) -> None:
-        self._name, self._drafter = name, drafter
+        self._name = name
+        self._drafter = drafter
         self._vocab_size = vocab_size
 
     @property
@@ -111,11 +113,13 @@ def checked_drafts(
 
     Equal siblings are found when a round packs its nodes (`spec.nodes.pack`).
     """
-    A, N = len(max_nodes_A), max_nodes
+    A = len(max_nodes_A)
+    N = max_nodes
     if not isinstance(drafts, Drafts):
         raise ValueError(f"{where}: expected spec.drafter.Drafts, got {type(drafts).__name__}")
     for field in ("tokens_AN", "parents_AN", "prob_AN", "count_A"):
-        shape, wanted = np.shape(getattr(drafts, field)), (A, N) if field[-1] == "N" else (A,)
+        shape = np.shape(getattr(drafts, field))
+        wanted = (A, N) if field[-1] == "N" else (A,)
         if shape != wanted:
             raise ValueError(f"{where}: expected {field} of shape {wanted}, got {shape}")
     tokens_AN = np.asarray(drafts.tokens_AN, np.int32)
@@ -148,7 +152,8 @@ class UserBudget(Budget):
     """A budget of a user, for rounds that verify drafts which the host has seen."""
 
     def __init__(self, name: str, budget: Budget) -> None:
-        self._name, self._budget = name, budget
+        self._name = name
+        self._budget = budget
 
     def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
         return frozenset(self._budget.skips(live, num_slots, num_positions))

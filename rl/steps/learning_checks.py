@@ -59,7 +59,8 @@ def missing_signal(
 
     `group_ids` come from `compared_groups`; `used` marks the responses trained on.
     """
-    algorithm, scored = config.algorithm, [t for t in trajectories if t.reward is not None]
+    algorithm = config.algorithm
+    scored = [t for t in trajectories if t.reward is not None]
     if not trajectories:
         return None  # all groups continue in the next step
     if not scored:
@@ -94,7 +95,8 @@ class LearningWatch:
     """Counts the latest consecutive steps that taught nothing, or had some failing rewards."""
 
     def __init__(self, config: TrainConfig, say: Callable[[str], None]) -> None:
-        self._config, self._say = config, say
+        self._config = config
+        self._say = say
         self._num_failing = self._num_idle = self._num_steps = 0
         self._reason = ""
 
@@ -105,7 +107,8 @@ class LearningWatch:
         self._num_failing = self._num_failing + 1 if is_failing else 0
         self._num_idle = 0 if missing is None else self._num_idle + 1
         self._reason = missing or ""
-        run, limit = self._config.run, self._config.reward.max_failing_steps
+        run = self._config.run
+        limit = self._config.reward.max_failing_steps
         if self._num_failing == limit:
             raise NotLearning(
                 f"step {step}: rewards have failed in each of the last {limit} steps "

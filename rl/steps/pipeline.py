@@ -72,10 +72,14 @@ class PipelineRollouts:
     """A context manager that is called once per step, like `rl.steps.rollouts.StepRollouts`."""
 
     def __init__(self, system: System, first_step: int, stale_params: Params | None) -> None:
-        engine, config = system.engine, system.config
+        engine = system.engine
+        config = system.config
         assert isinstance(engine, MultiEngine)
-        self._system, self._engine, self._first = system, engine, first_step
-        self._next, self._cursor = first_step, 0  # step to collect; end of all submitted prompts
+        self._system = system
+        self._engine = engine
+        self._first = first_step
+        self._next = first_step
+        self._cursor = 0  # step to collect; end of all submitted prompts
         self._extra = config.algorithm.resolved.max_extra_phases
         self._policies: dict[int, _Policy] = {}
         if stale_params is not None:
@@ -136,7 +140,8 @@ class PipelineRollouts:
             self._session.trained(step - 1 - self._first, train_s)
         if step < system.config.run.steps:
             self._submit_first(step + 1, self._cursor)
-        own, size = self._prompts[step], system.config.rollout.prompts_per_step
+        own = self._prompts[step]
+        size = system.config.rollout.prompts_per_step
         held = [row for rows in self._held.values() for row in rows]
         collected = StepResponses(own, system.config.rollout.group_size, held)
         stats = collected.add(self._collect(step, timings))
@@ -149,7 +154,8 @@ class PipelineRollouts:
             with timings.section("drafter"):
                 # the update, which comes next, could not wait this long
                 system.processes.barrier(f"drafter of step {step}", system.watch.heartbeat)
-        after, dynamic = self._prompts.get(step + 1), self._extra is not None
+        after = self._prompts.get(step + 1)
+        dynamic = self._extra is not None
         rollouts = collected.rollouts(
             self._prompts.get(step - 1),
             stats,
@@ -157,7 +163,8 @@ class PipelineRollouts:
             dynamic=dynamic,
         )
         self._keep(collected, rollouts, step)
-        self._next, self._returned_s = step + 1, time.monotonic()
+        self._next = step + 1
+        self._returned_s = time.monotonic()
         return rollouts
 
     def stale_params(self, state: TrainState, step: int) -> Params:
@@ -189,8 +196,10 @@ class PipelineRollouts:
 
     def _submit_further(self, step: int, num_groups: int) -> None:
         """Submit new prompts of a step as a part of the next step, after its earlier passes."""
-        own, start = self._prompts[step], self._cursor
-        new, before = prompts_at(self._system, start, num_groups), own.prompts
+        own = self._prompts[step]
+        start = self._cursor
+        new = prompts_at(self._system, start, num_groups)
+        before = own.prompts
         self._cursor = new.end
         requests = self._requests(step, new, before.keys)
         own.add(start, new)
@@ -198,8 +207,10 @@ class PipelineRollouts:
 
     def _requests(self, step: int, new: Prompts, before: Sequence[str]) -> list[Request]:
         """Return the requests of a step for `new`; `before` has the keys of its earlier passes."""
-        system, config = self._system, self._system.config
-        size, first = config.rollout.group_size, self._first_group(step)
+        system = self._system
+        config = self._system.config
+        size = config.rollout.group_size
+        first = self._first_group(step)
         first_group = first + len(before)
 
         def numbered(r: Request) -> Request:
@@ -236,7 +247,9 @@ class PipelineRollouts:
     def _spec(
         self, step: int, prompts: Prompts, first: int, requests: Sequence[Request]
     ) -> RolloutSpec:
-        system, config, policy = self._system, self._system.config, self._policies[step]
+        system = self._system
+        config = self._system.config
+        policy = self._policies[step]
         last = {r.request_id: r.cached.tokens for r in requests if r.cached is not None}
         drafts = system.speculation.drafter_factory(
             prompts.keys,
@@ -271,7 +284,9 @@ class PipelineRollouts:
 
     def _collect(self, step: int, timings: Timings) -> Responses:
         """Wait for the submitted responses of a step and their scores, from all processes."""
-        system, own, requests = self._system, self._prompts[step], self._open.pop(step)
+        system = self._system
+        own = self._prompts[step]
+        requests = self._open.pop(step)
 
         number = step - self._first
 
@@ -308,7 +323,9 @@ class PipelineRollouts:
 
     def _keep(self, collected: StepResponses, rollouts: Rollouts, step: int) -> None:
         """Record the state that later steps need, and add to the metrics of the step."""
-        system, own, stats = self._system, collected.step_prompts, rollouts.stats
+        system = self._system
+        own = collected.step_prompts
+        stats = rollouts.stats
         responses = rollouts.trajectories
         repetition = remember(system, rollouts.prompts.keys, responses, step, self._late)
         rollouts.metrics.update(repetition)
@@ -339,7 +356,8 @@ class PipelineRollouts:
 
     def state(self) -> dict[str, Any]:
         """Return the state for a resumed run, which submits the steps ahead again."""
-        policy, before = self._policies.get(self._next), self._prompts.get(self._next - 1)
+        policy = self._policies.get(self._next)
+        before = self._prompts.get(self._next - 1)
         rule = None if policy is None else policy.rule
         return {
             "lengths": {key: list(lengths) for key, lengths in self._lengths.items()},
@@ -354,11 +372,13 @@ class PipelineRollouts:
         """Restore the result of `state`, which is empty if the run used another mode so far."""
         if not state:
             return
-        system, before = self._system, self._first - 1
+        system = self._system
+        before = self._first - 1
         self._lengths = {key: tuple(lengths) for key, lengths in state["lengths"].items()}
         self._cursor = int(state["cursor"])
         self._late.load_state(state["late"])
-        lenience, now = state["log_lenience"], self._policies.get(self._first)
+        lenience = state["log_lenience"]
+        now = self._policies.get(self._first)
         if lenience is not None and now is not None and now.rule is not None:
             rule = dataclasses.replace(now.rule, log_lenience=float(lenience))
             self._policies[self._first] = dataclasses.replace(now, rule=rule)
@@ -381,7 +401,9 @@ class Pacing:
     """
 
     def __init__(self, costs: Costs) -> None:
-        self._costs, self._pace, self._prompt_tokens = costs, Pace(), 0.0
+        self._costs = costs
+        self._pace = Pace()
+        self._prompt_tokens = 0.0
 
     def plans(self, prompts: Prompts) -> None:
         """Record the prompts of the next step to plan."""
@@ -399,10 +421,14 @@ class Pacing:
 
 def pace_of(stats: EngineStats) -> Pace:
     """Return mean nodes and tokens per request in a round, or the plain pace without rounds."""
-    requests, tokens, slots, nodes = 0, 0, 0, 0
+    requests = 0
+    tokens = 0
+    slots = 0
+    nodes = 0
     for record in stats.timeline:
         rounds = int(record.rounds_A.max(initial=0))
-        slots, nodes = slots + rounds * record.num_slots, nodes + rounds * record.num_nodes
+        slots = slots + rounds * record.num_slots
+        nodes = nodes + rounds * record.num_nodes
         requests += int(record.rounds_A.sum())
         tokens += int(record.emitted_A.sum())
     return Pace(nodes / slots, tokens / requests) if requests and tokens else Pace()

@@ -48,7 +48,8 @@ class StepPrompts:
 
     def add(self, begins: int, new: Prompts) -> None:
         """Add another pass, with prompts from the given position of the data order on."""
-        self.prompts, self.phases = self.prompts + new, self.phases + 1
+        self.prompts = self.prompts + new
+        self.phases = self.phases + 1
         self.passed_over += new.end - begins - len(new)
 
 
@@ -111,8 +112,11 @@ class StepResponses:
         self, before: StepPrompts | None, stats: EngineStats, cursor: int, *, dynamic: bool
     ) -> Rollouts:
         """Return the step, with carried groups last; `dynamic` drops uninformative groups."""
-        own, carried, first = self.step_prompts, self.carried, self.step_prompts.first_group
-        prompts, num_own = own.prompts, len(own.prompts)
+        own = self.step_prompts
+        carried = self.carried
+        first = self.step_prompts.first_group
+        prompts = own.prompts
+        num_own = len(own.prompts)
         place = {first + g: g for g in range(num_own)}
         place |= {group: num_own + i for i, group in enumerate(carried)}
         used = self.informative() if dynamic else set(place)
@@ -146,7 +150,8 @@ class ResultCollector:
     """
 
     def __init__(self, system: System, scorer: Scorer) -> None:
-        self._system, self._scorer = system, scorer
+        self._system = system
+        self._scorer = scorer
         self._step_of: dict[int, int] = {}
         self._expected: collections.Counter[int] = collections.Counter()
         self._finished: collections.defaultdict[int, list[Trajectory]] = collections.defaultdict(
@@ -173,7 +178,8 @@ class ResultCollector:
             with self._changed:
                 if self._error is not None:
                     raise self._error
-                finished, expected = len(self._finished[step]), self._expected[step]
+                finished = len(self._finished[step])
+                expected = self._expected[step]
                 if finished == expected and (result := self._complete(step)) is not None:
                     return result
                 self._changed.wait(POLL_S)

@@ -87,8 +87,10 @@ def prompts_at(system: System, cursor: int, count: int) -> Prompts:
 
 
 def _prompts_at(system: System, cursor: int, count: int) -> Prompts:
-    inputs, limit = system.inputs, system.config.rollout.max_prompt_tokens
-    prompts, passed_over = Prompts(end=cursor), 0
+    inputs = system.inputs
+    limit = system.config.rollout.max_prompt_tokens
+    prompts = Prompts(end=cursor)
+    passed_over = 0
     while (missing := count - len(prompts)) > 0:
         examples = prompts_for_step(inputs.task, system.order, prompts.end, missing)
         tokens = tuple(inputs.encode(example, system.config.task) for example in examples)
@@ -192,9 +194,11 @@ def generate(
     """
     wanted = system.config.rollout.prompts_per_step
     extra = system.config.algorithm.resolved.max_extra_phases
-    prompts, passes = Prompts(end=cursor), list[Responses]()
+    prompts = Prompts(end=cursor)
+    passes = list[Responses]()
     weights = system.weights(params)
-    num_groups, used = wanted, frozenset(range(wanted))
+    num_groups = wanted
+    used = frozenset(range(wanted))
     while num_groups and len(passes) <= (extra or 0):
         new = prompts_at(system, prompts.end, num_groups)
         passes.append(_sample(system, weights, prompts, new, step, timings, prefetched))
@@ -409,7 +413,8 @@ def coming_step(system: System, cursor: int, step: int) -> ComingStep:
 
     Its drafts leave out the history of the prompts, which is not indexed yet.
     """
-    config, answers = system.config, system.partition.answers
+    config = system.config
+    answers = system.partition.answers
     system.speculation.settle()  # the cache has one reader at a time
     prompts = prompts_at(system, cursor, config.rollout.prompts_per_step)
     requests = [r for r in requests_of(system, prompts, step) if answers(r.group_id)]

@@ -53,7 +53,8 @@ def train_step(
     step = position.step + 1
     rollouts = rollouts_of(system, state.params, position.cursor, step, timings)
     check_failures(system.config, system.show.message, rollouts.scores, step)
-    group_ids, used = compared_groups(system.config, rollouts.trajectories), rollouts.used
+    group_ids = compared_groups(system.config, rollouts.trajectories)
+    used = rollouts.used
     trajectories = without_failed_groups(rollouts.trajectories, rollouts.scores, group_ids)
     trajectories, penalties = punish_length(system.config, trajectories)
     missing = missing_signal(system.config, trajectories, group_ids, used)
@@ -77,7 +78,8 @@ def train_step(
 
 
 def _record(system: System, rollouts: Rollouts, advantages: np.ndarray, step: int) -> StepRecord:
-    stats, times = rollouts.stats, system.speculation.times_now
+    stats = rollouts.stats
+    times = system.speculation.times_now
     if not system.config.speculation.enabled:
         times = None  # without speculation, the table would only price reuse
     if times is not None:
@@ -144,7 +146,8 @@ def _advantages(
 
     Advantages include the penalties in `trajectories`; statistics use the rewards as scored.
     """
-    algorithm, group_ids = config.algorithm.resolved, [t.group_id for t in trajectories]
+    algorithm = config.algorithm.resolved
+    group_ids = [t.group_id for t in trajectories]
     advantages = response_advantages(
         [t.reward for t in trajectories],
         group_ids,

@@ -116,7 +116,8 @@ def compile_host_kernels(
 
     The first rollout verifies draft tokens, the second has the budget of `config`.
     """
-    prompt, tokens = (0, 1), np.arange(8, dtype=np.int32) % 2
+    prompt = (0, 1)
+    tokens = np.arange(8, dtype=np.int32) % 2
     cached = tuple(CachedResponse(i, tokens, 0.0, None) for i in range(2))
     cache = RolloutCache()
     cache.replace("rehearsal", CachedGroup(np.asarray(prompt, np.int32), cached))
@@ -127,7 +128,8 @@ def compile_host_kernels(
     sampling = dataclasses.replace(sampling, stop_ids=(), stop=(), by_task=())
     requests = [Request(i, prompt, 0, i, limit) for i in range(2)]
     with Speculation(config, cache, drafters, tuner) as speculation:
-        speculation.times, speculation.apart = times, apart or {}
+        speculation.times = times
+        speculation.apart = apart or {}
         for fixed in (SeeingBudget(2), None):
             drafts = speculation.drafter_factory(
                 ["rehearsal"], [prompt], dict.fromkeys(range(2), tokens)

@@ -66,7 +66,8 @@ def write(
     """Keep a table for other runs; replace an older table atomically."""
     settings = {**settings, **_machine()}
     content = {"settings": settings, "rows": times.rows()}
-    name, temporary = _name(settings), f".{uuid.uuid4().hex}.tmp"  # another run may write as well
+    name = _name(settings)
+    temporary = f".{uuid.uuid4().hex}.tmp"  # another run may write as well
     try:
         cache_folder = Folder(where, create=True)
         with cache_folder.create(temporary) as file:

@@ -102,7 +102,10 @@ class Pool:
     def __init__(
         self, engine: Engine, params: transformer.Params, sampling: SamplingConfig, reach: Reach
     ) -> None:
-        self.engine, self.params, self.sampling, self.reach = engine, params, sampling, reach
+        self.engine = engine
+        self.params = params
+        self.sampling = sampling
+        self.reach = reach
         self.slots = _slot_sizes(engine, reach.max_requests)
         engine.expect(reach.max_requests, reach.max_prompt_tokens + sampling.max_any_new_tokens)
         # with moves, prompts can come at any batch size, else only before the batch shrinks
@@ -122,7 +125,8 @@ class Pool:
 
     def plain(self) -> Iterator[Program]:
         """Yield the programs of prompts and plain rounds."""
-        engine, reuse = self.engine, self.reach.reuse
+        engine = self.engine
+        reuse = self.reach.reuse
         for B in self.slots:
             yield Program(cache_ops.make_slots, partial(self._make_slots, B))
             if B in self.first_slots:
@@ -134,7 +138,8 @@ class Pool:
                 continue
             yield Program(decode_beside_chunks, partial(self.prompt_arguments, B))
             prompts = engine.config.prefill_rows, engine.chunk_tokens
-            alone, beside = engine.drawing_chunks(B), engine.beside_chunks
+            alone = engine.drawing_chunks(B)
+            beside = engine.beside_chunks
             drawing = {(T, engine.drawing_tokens) for T in (*alone, *beside)} if reuse else set()
             for T in alone if reuse else ():
                 yield Program(chunks_alone, partial(self._chunks_alone, B, T))
@@ -226,7 +231,8 @@ class Pool:
         return (self.engine.empty_cache(B), self.engine.empty_pending(B)), {}
 
     def _verify(self, B: int, M: int, *, chunks: bool = False) -> Arguments:
-        engine, nothing = self.engine, no_drafts(0, 1)
+        engine = self.engine
+        nothing = no_drafts(0, 1)
         *state, stop_E = self._at_rest(B)
         nodes_5M = pack(nothing, nothing.count_A, np.zeros(0, np.int32), B, M, 1)
         chunks_TX = self._no_chunks(engine.config.prefill_rows) if chunks else None
@@ -251,7 +257,8 @@ class Pool:
                         yield Program(draft_rounds, arguments)
 
     def _draft_rounds(self, drafter: CachingDrafter, decision: DraftDecision, B: int) -> Arguments:
-        rounds, put = drafter.empty_rounds(B), self.engine.argument
+        rounds = drafter.empty_rounds(B)
+        put = self.engine.argument
         numbers = put(np.ones(4, np.int32)), put(np.ones(B, np.float32))
         drafting = rounds.cache, rounds.constants, rounds.table_RX, *numbers
         options = self.engine.draft_options(self.sampling.scheme, B, decision)
@@ -262,8 +269,10 @@ class Pool:
 
     def _of_pages(self) -> Iterator[Program]:
         """Yield programs that copy pages, also to and from the host."""
-        engine, T = self.engine, self.engine.config.page_tokens
-        B, some = self.slots[0], cache_ops.PAGES_AT_ONCE
+        engine = self.engine
+        T = self.engine.config.page_tokens
+        B = self.slots[0]
+        some = cache_ops.PAGES_AT_ONCE
 
         def pages() -> Any:
             return dataclasses.replace(engine.empty_cache(B), table_BN=None)

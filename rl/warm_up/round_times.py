@@ -243,7 +243,8 @@ def _valid_for(
     speculation: SpeculationConfig,
 ) -> dict[str, Any]:
     """Return the device, policy shape, buckets, drafts and workers that a table is valid for."""
-    device, drafts = jax.devices()[0], speculation if reach.speculative else None
+    device = jax.devices()[0]
+    drafts = speculation if reach.speculative else None
     return {
         "device": f"{device.platform}: {device.device_kind}",
         "devices": jax.device_count(),

@@ -49,7 +49,8 @@ def step_seconds(
 
 def at_its_pace(rounds: Sequence[RoundRecord], times: RoundTimes) -> RoundTimes:
     """Return the table corrected only by these rounds, since a busy machine slows a whole step."""
-    step, clean = RunSeconds(), undisturbed(rounds, times)
+    step = RunSeconds()
+    clean = undisturbed(rounds, times)
     step.played(StepSeconds(0.0, 0.0, _by_bucket(clean, times), True))
     return step.corrected(times)
 
@@ -85,7 +86,8 @@ class SecondsRecord:
 
     def __init__(self, folder: Folder, processes: Processes = ALONE) -> None:
         """Read the file if it exists. Raises ValueError for a file that no run wrote."""
-        self._folder, self._processes = folder, processes
+        self._folder = folder
+        self._processes = processes
         text = processes.from_first(WHAT, lambda: _whole_lines(folder))
         self._steps = _parsed(text, folder)
 
@@ -126,9 +128,11 @@ def after_step(
     if not is_enabled and not mode.enabled:
         return {}
     metric = {"spec/turned_off": float(speculation.is_off)} if is_enabled else {}
-    seconds, times = speculation.seconds, speculation.times_now
+    seconds = speculation.seconds
+    times = speculation.times_now
     has_history = speculation.has_history
-    lost_before, reuse_lost_before = seconds.is_off(has_history), seconds.reuse_is_off
+    lost_before = seconds.is_off(has_history)
+    reuse_lost_before = seconds.reuse_is_off
 
     def measure() -> StepSeconds:
         if times is None:

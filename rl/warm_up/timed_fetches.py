@@ -61,7 +61,8 @@ class _Forced(Budget):
     """
 
     def __init__(self, budget: Budget) -> None:
-        self._budget, self.num_nodes = budget, 0
+        self._budget = budget
+        self.num_nodes = 0
 
     def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
         self._budget.skips(live, num_slots, num_positions)
@@ -101,7 +102,8 @@ CHANGED = 0.1  # share of tokens that differ by response, so that drafters find 
 
 def _texts(num_slots: int, num_tokens: int, vocab_size: int) -> np.ndarray:
     """Return a text of few letters twice for each row, with different changes in each copy."""
-    rng, letters = np.random.default_rng(0), min(16, vocab_size)
+    rng = np.random.default_rng(0)
+    letters = min(16, vocab_size)
     shape = 2, num_slots, num_tokens
     texts_2BL = np.tile(rng.integers(0, letters, num_tokens), (*shape[:2], 1))
     changed_2BL = rng.random(shape) < CHANGED
@@ -124,7 +126,8 @@ class TimedFetches:
         speculation: SpeculationConfig | None,
         live_part: int = LIVE_PART,
     ) -> None:
-        (B, S), config = size, engine.config
+        B, S = size
+        config = engine.config
         self._size = size
         self._spec = spec
         self._clock = engine.clock
@@ -203,7 +206,8 @@ class TimedFetches:
 
     def _begin(self) -> None:
         """Put all requests into rows, at the start of their responses, with all keys and values."""
-        own, rows = self._engine, self._engine.rows
+        own = self._engine
+        rows = self._engine.rows
         own.remove([r.request_id for r in self._requests])
         rows.enter([PartialRequest(r) for r in self._requests], range(len(self._requests)))
         for b in range(len(self._requests)):
@@ -219,7 +223,8 @@ class TimedFetches:
             taken_s = self._pass(kind)
             self._begin()  # the host table does not include the pass
             return taken_s
-        table, B = self._engine.rows.table, self._size[0]
+        table = self._engine.rows.table
+        B = self._size[0]
         left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
         if left_B.min() < 2 * self._fetch_tokens:
             self._begin()
@@ -232,7 +237,8 @@ class TimedFetches:
 
     def _fetch(self, num_nodes: int) -> int:
         """Run a fetch, replace its tokens with the texts, and return its number of rounds."""
-        own, table = self._engine, self._engine.rows.table
+        own = self._engine
+        table = self._engine.rows.table
         self._forced.num_nodes = num_nodes
         if not table.busy_B.any():  # all have finished, in rows of few positions
             self._begin()
@@ -246,9 +252,11 @@ class TimedFetches:
 
     def _pass(self, one: Pass) -> float:
         """Return the seconds of a pass of chunks, separate or with a round of root nodes."""
-        own, rows = self._engine, self._engine.rows
+        own = self._engine
+        rows = self._engine.rows
         options = own.prompt_options(self._spec.sampling.scheme)
-        slots, params = rows.slots(own.put(self._spec.key)), self._spec.params
+        slots = rows.slots(own.put(self._spec.key))
+        params = self._spec.params
         parts = [one.num_chunks]
         if not one.is_beside:
             parts = own.pass_parts(one.num_chunks, self._size[0])
@@ -283,7 +291,8 @@ class TimedFetches:
 
     def _chunks(self, num_chunks: int) -> tuple[np.ndarray, np.ndarray]:
         """Return tables of chunks at the start of rows, and of the tokens given to a rule."""
-        own, C = self._engine, self._engine.drawing_tokens
+        own = self._engine
+        C = self._engine.drawing_tokens
         chunks_TX = own.no_chunks(num_chunks, C)
         chunks_TX[:, 0] = np.arange(num_chunks) % self._size[0]
         chunks_TX[:, 1] = self._start

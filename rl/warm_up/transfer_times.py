@@ -45,7 +45,8 @@ def measure(
     Rounds that recompute keys and values decode as well, but count in full. The `processes` of a
     mesh measure together and return the times of process 0.
     """
-    seconds, pool = {}, Pool(engine, params, sampling, reach)
+    seconds = {}
+    pool = Pool(engine, params, sampling, reach)
     B = pool.slots[0]
     with engine.mesh_context():
         for part in PARTS:
@@ -60,7 +61,8 @@ def measure(
 def _seconds(pool: Pool, num_slots: int, num_tokens: int) -> tuple[float, float]:
     """Return the seconds to copy and to recompute `num_tokens` tokens, in a separate memory."""
     engine = pool.engine
-    memory, kv = PageMemory(engine), _host_kv(engine, num_tokens)
+    memory = PageMemory(engine)
+    kv = _host_kv(engine, num_tokens)
     memory.reset(num_slots)
     memory.room_for((), [(kv, 0)], SlotTable(num_slots, 1))
 
@@ -78,8 +80,10 @@ def _seconds(pool: Pool, num_slots: int, num_tokens: int) -> tuple[float, float]
 def recomputed(pool: Pool, cache: KVCache, num_tokens: int) -> KVCache:
     """Run the rounds that compute keys and values of `num_tokens` tokens in one row."""
     engine = pool.engine
-    B, C = cache.num_slots, engine.chunk_tokens
-    (pending, slots, stop_E), options = pool.at_rest(B), engine.prompt_options(pool.sampling.scheme)
+    B = cache.num_slots
+    C = engine.chunk_tokens
+    pending, slots, stop_E = pool.at_rest(B)
+    options = engine.prompt_options(pool.sampling.scheme)
     chunks_TX = engine.no_chunks(engine.config.prefill_rows)
     for first in range(0, num_tokens, len(chunks_TX) * C):
         starts = range(first, num_tokens, C)[: len(chunks_TX)]

@@ -28,7 +28,10 @@ import numpy as np
 
 BLOCK = 16384  # elements; below 2**16, as counts are uint16
 _CHUNK = 64 * BLOCK  # elements per call, so that scratch memory is small
-_NONE, _GAPS, _BITMAP, _DENSE = 0, 1, 2, 3
+_NONE = 0
+_GAPS = 1
+_BITMAP = 2
+_DENSE = 3
 Run = Callable[..., Iterable[Any]]
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -51,7 +54,8 @@ def encode_all(pairs: Sequence[tuple[np.ndarray, np.ndarray]], run: Run) -> list
     for at, (old, new) in enumerate(pairs):
         assert old.dtype == new.dtype and old.size == new.size
         unsigned = _UNSIGNED[old.dtype.itemsize]
-        old_n, new_n = old.reshape(-1).view(unsigned), new.reshape(-1).view(unsigned)
+        old_n = old.reshape(-1).view(unsigned)
+        new_n = new.reshape(-1).view(unsigned)
         for n in range(0, new_n.size, _CHUNK):
             tasks.append((at, old_n[n : n + _CHUNK], new_n[n : n + _CHUNK]))
     parts: list[list[np.ndarray]] = [[] for _ in pairs]
@@ -97,7 +101,8 @@ def _encoded(task: tuple[int, np.ndarray, np.ndarray]) -> tuple[int, np.ndarray,
 @numba.njit(cache=True, nogil=True)
 def _encode(old_n, new_n, itemsize, out):  # type: ignore[no-untyped-def]
     """Write all planes of all blocks; return the numbers of bytes written and elements changed."""
-    at, total = 0, 0
+    at = 0
+    total = 0
     changed_c = np.empty(BLOCK, np.int64)
     position_c = np.empty(BLOCK, np.int64)
     for start in range(0, len(new_n), BLOCK):
@@ -109,7 +114,9 @@ def _encode(old_n, new_n, itemsize, out):  # type: ignore[no-untyped-def]
         total += changed
         for plane in range(itemsize):
             shift = np.uint64(8 * plane)
-            count, gap_bytes, before = 0, 0, -1
+            count = 0
+            gap_bytes = 0
+            before = -1
             for c in range(changed):
                 i = changed_c[c]
                 differs = np.uint64(old_n[start + i]) ^ np.uint64(new_n[start + i])
@@ -126,7 +133,8 @@ def _encode(old_n, new_n, itemsize, out):  # type: ignore[no-untyped-def]
 def _write_plane(new_n, start, size, shift, position_c, count, gap_bytes, out, at):  # type: ignore[no-untyped-def]
     """Write one plane of a block in its smallest form; return the offset of the next plane."""
     bitmap_bytes = (size + 7) // 8
-    gaps, bitmap = 4 + gap_bytes + count, 2 + bitmap_bytes + count
+    gaps = 4 + gap_bytes + count
+    bitmap = 2 + bitmap_bytes + count
     if count == 0:
         out[at] = _NONE
         return at + 1
@@ -135,9 +143,12 @@ def _write_plane(new_n, start, size, shift, position_c, count, gap_bytes, out, a
         for i in range(size):
             out[at + 1 + i] = (np.uint64(new_n[start + i]) >> shift) & np.uint64(255)
         return at + 1 + size
-    out[at + 1], out[at + 2] = count & 255, count >> 8
+    out[at + 1] = count & 255
+    out[at + 2] = count >> 8
     if gaps <= bitmap:
-        out[at], out[at + 3], out[at + 4] = _GAPS, gap_bytes & 255, gap_bytes >> 8
+        out[at] = _GAPS
+        out[at + 3] = gap_bytes & 255
+        out[at + 4] = gap_bytes >> 8
         at += 5
         before = -1
         for c in range(count):
@@ -164,7 +175,8 @@ def _write_plane(new_n, start, size, shift, position_c, count, gap_bytes, out, a
 @numba.njit(cache=True, nogil=True)
 def _apply(bytes_n, itemsize, delta):  # type: ignore[no-untyped-def]
     """Apply all planes of all blocks; return the number of bytes read, or -1 if invalid."""
-    at, elements = 0, len(bytes_n) // itemsize
+    at = 0
+    elements = len(bytes_n) // itemsize
     for start in range(0, elements, BLOCK):
         size = min(BLOCK, elements - start)
         for plane in range(itemsize):
@@ -198,7 +210,8 @@ def _apply_gaps(bytes_n, first, itemsize, size, delta, at):  # type: ignore[no-u
     values = at + 4 + (np.int64(delta[at + 2]) | np.int64(delta[at + 3]) << 8)
     if values + count > len(delta):
         return -1
-    i, c = -1, 0
+    i = -1
+    c = 0
     for g in range(at + 4, values):
         gap = np.int64(delta[g])
         if gap == 255:

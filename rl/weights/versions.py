@@ -47,7 +47,8 @@ class Published:
     """The published weights of a run; thread-safe. `share` puts a value into the store."""
 
     def __init__(self, share: Callable[[Any], Any]) -> None:
-        self._share, self._lock = share, threading.Lock()
+        self._share = share
+        self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._known: collections.deque[tuple[weakref.ref[Any], Offer]]
         self._known = collections.deque(maxlen=MAX_KNOWN)
@@ -62,11 +63,13 @@ class Published:
                     return offer
             # copied, since the buffers of `params` may be donated to an update
             arrays = [np.array(x) for x in jax.device_get(jax.tree.leaves(params))]
-            sha256, newest = digest(arrays), self.newest
+            sha256 = digest(arrays)
+            newest = self.newest
             if newest is None or newest.sha256 != sha256:
                 deltas = () if newest is None else tuple(self._deltas(newest, arrays))
                 newest = Offer(next(self._numbers), sha256, self._share(arrays), deltas)
-                self.newest, self._arrays = newest, arrays
+                self.newest = newest
+                self._arrays = arrays
             self._known.append((weakref.ref(params), newest))
             return newest
 
@@ -85,7 +88,8 @@ class WeightCopy:
     """The newest weights that a worker has; `fetch` returns the values of references."""
 
     def __init__(self, fetch: Callable[[Sequence[Any]], list[Any]]) -> None:
-        self._fetch, self._version = fetch, 0
+        self._fetch = fetch
+        self._version = 0
         self._arrays: list[np.ndarray] = []
 
     def take(self, offer: Offer) -> list[np.ndarray]:
@@ -104,7 +108,8 @@ class WeightCopy:
                     f"{offer.sha256[:16]}…, got {digest_here[:16]}…"
                 )
         if offer.version > self._version:
-            self._version, self._arrays = offer.version, arrays
+            self._version = offer.version
+            self._arrays = arrays
         return arrays
 
     def _updated(self, offer: Offer) -> list[np.ndarray] | None:

@@ -114,7 +114,8 @@ class AheadEngine(MultiEngine):
             self._misses.played([Agreement(begun.kept_tokens, begun.decided_tokens)])
             self.stats.events = self._session.new_events()
             self.stats.pool = self._session.new_pool_counts()
-            self.stats.parts, self._begun_parts = [*self._begun_parts, *self.stats.parts], []
+            self.stats.parts = [*self._begun_parts, *self.stats.parts]
+            self._begun_parts = []
 
     def plan(self, coming: ComingStep) -> None:
         """Plan the next step, to start in the next rollout; recall early requests first."""
@@ -123,11 +124,14 @@ class AheadEngine(MultiEngine):
 
     def begin(self) -> None:
         """Start the planned step, if any, with the weights of the last rollout."""
-        coming, spec, self._coming = self._coming, self._spec, None
+        coming = self._coming
+        spec = self._spec
+        self._coming = None
         if coming is None or spec is None or not coming.requests:
             return
         ahead = [dataclasses.replace(r, request_id=r.request_id + AHEAD) for r in coming.requests]
-        self._begun, self._begun_place = Prefetched(coming.requests), self._place + 1
+        self._begun = Prefetched(coming.requests)
+        self._begun_place = self._place + 1
         self._open = {r.request_id for r in ahead}
         own = {"key": coming.key, "drafts": coming.drafts, "rule": coming.rule, "sink": None}
         self._session.submit(

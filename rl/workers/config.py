@@ -57,7 +57,8 @@ class SchedConfig:
         check_name("policy", self.policy, typing.get_args(Policy))
         hints = {"mode": Mode, "allocation": Allocation, "on_error": OnError}
         for field, hint in hints.items():
-            known, value = typing.get_args(hint), getattr(self, field)
+            known = typing.get_args(hint)
+            value = getattr(self, field)
             if value not in known:
                 raise ValueError(f"expected {field} of {', '.join(known)}, got {value!r}")
         if self.policy == "histopipe" and self.mode != "pipeline":

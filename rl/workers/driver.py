@@ -77,12 +77,20 @@ class Driver:
         idle_work: IdleWork | None = None,
         acceptance: Callable[[], Mapping[int, float]] | None = None,
     ) -> None:
-        self.places, self._scheduler, self._limits = places, scheduler, limits
-        self._clock, self._deliver, self._later = clock, deliver, later
-        self._can_restart, self._idle_work, self._acceptance = can_restart, idle_work, acceptance
+        self.places = places
+        self._scheduler = scheduler
+        self._limits = limits
+        self._clock = clock
+        self._deliver = deliver
+        self._later = later
+        self._can_restart = can_restart
+        self._idle_work = idle_work
+        self._acceptance = acceptance
         self._start_s = self._profiled_s = clock()
-        self.requests, self.counts = RequestTable(pool_bytes), StepCounts()
-        self._workers, self._num_joined = dict[int, _Worker](), 0
+        self.requests = RequestTable(pool_bytes)
+        self.counts = StepCounts()
+        self._workers = dict[int, _Worker]()
+        self._num_joined = 0
         self._failures: collections.Counter[int] = collections.Counter()  # by place
         self._specs: dict[int, RolloutSpec] = {}
         self.events: collections.deque[WorkerEvent] = collections.deque()
@@ -184,13 +192,15 @@ class Driver:
             return  # the request was dropped, or starts on another worker
         if live.step not in worker.prepared:
             worker.prepared.add(live.step)
-            spec, oldest = self._specs[live.step], min(self._specs)
+            spec = self._specs[live.step]
+            oldest = min(self._specs)
             worker.inbox.append(messages.Prepare(live.step, spec, oldest))
         worker.inbox.append(messages.Begin(live.step, self.requests.start(live, start)))
 
     def _copy(self, action: protocol.Copy) -> None:
         """Request a copy of a running request, and start the copy on another worker."""
-        original, start = self.requests[action.request_id], action.start
+        original = self.requests[action.request_id]
+        start = action.start
         request = dataclasses.replace(original.request, request_id=start.request_id)
         self.requests.add(original.step, request)
         ticket = self.requests.promise(start.request_id, action.worker_id)
@@ -275,7 +285,8 @@ class Driver:
     def _chunk_done(
         self, worker_id: int, worker: _Worker, request_id: int, tokens: int
     ) -> LiveRequest:
-        live, chunk = self.requests[request_id], worker.starts.pop(request_id).chunk
+        live = self.requests[request_id]
+        chunk = worker.starts.pop(request_id).chunk
         live.generated_tokens = tokens
         self.handle(protocol.ChunkDone(request_id, worker_id, chunk, tokens, pooled=True))
         return live
@@ -298,20 +309,23 @@ class Driver:
             raise next(iter(lost.values()), gone)
 
     def _join(self, seat: int, place: Place) -> None:
-        worker_id, self._num_joined = self._num_joined, self._num_joined + 1
+        worker_id = self._num_joined
+        self._num_joined = self._num_joined + 1
         place.join(self._limits)
         self._workers[worker_id] = worker = _Worker(place, seat, place.where)
         if self._idle_work is not None:
             self._idle_work.joined(worker_id)
         self._note(worker, "joined")
-        sizes = self._limits.kv_tokens, self._limits.max_requests
-        self.handle(protocol.WorkerJoined(worker_id, *sizes))
+        self.handle(
+            protocol.WorkerJoined(worker_id, self._limits.kv_tokens, self._limits.max_requests)
+        )
         while self._early:
             self._early.pop(0)()
 
     def _call(self, worker_id: int, worker: _Worker) -> None:
         """Send a worker its commands, or let it continue, or give it idle work."""
-        now_s, place = self._clock(), worker.place
+        now_s = self._clock()
+        place = worker.place
         if worker.call is not None:
             if worker.inbox:
                 place.nudge()
@@ -320,20 +334,25 @@ class Driver:
             return
         doing = "generating"
         if self.ends_s is not None:
-            doing, worker.is_leaving = "ending", True
+            doing = "ending"
+            worker.is_leaving = True
             call: Future[Any] = place.leave(abort=self._aborts)
         elif worker.inbox or not worker.is_idle:
             if self._idle_work is not None:
                 self._idle_work.busy(worker_id)
-            commands, worker.inbox = worker.inbox, []
+            commands = worker.inbox
+            worker.inbox = []
             call = place.call(commands)
         elif self._idle_work is not None and self._rolls and now_s >= worker.spare_s:
-            call, doing = place.spare(self._idle_work, worker_id), "training the drafter"
+            call = place.spare(self._idle_work, worker_id)
+            doing = "training the drafter"
         elif place.may_return and now_s - worker.called_s > BEAT_S:
             call = place.call(())
         else:
             return
-        worker.call, worker.called_s, worker.doing = call, now_s, doing
+        worker.call = call
+        worker.called_s = now_s
+        worker.doing = doing
         call.add_done_callback(lambda ended: self._later(partial(self._came, worker_id, ended)))
 
     @property
@@ -341,7 +360,8 @@ class Driver:
         return self._rolls and any(w.is_idle and w.call is None for w in self._workers.values())
 
     def _look_for_hang(self, worker_id: int, worker: _Worker) -> None:
-        now_s, limit_s = self._clock(), worker.place.hang_limit_s
+        now_s = self._clock()
+        limit_s = worker.place.hang_limit_s
         silent_s = now_s - worker.called_s
         if self.ends_s is not None:
             limit_s = min(limit_s, LEAVING_S) if self._aborts else limit_s
@@ -353,7 +373,8 @@ class Driver:
     def _fail(self, worker_id: int, cause: BaseException) -> None:
         """Replace a worker that raised or hangs, or raise its error."""
         worker = self._workers[worker_id]
-        hangs, may_return = worker.call is not None, worker.place.may_return
+        hangs = worker.call is not None
+        may_return = worker.place.may_return
         returns = isinstance(cause, ProgramLost) or (may_return and isinstance(cause, Hang))
         worker.error = error = WorkerError(worker_id, list(worker.starts), cause)
         worker.call = None
@@ -391,7 +412,9 @@ class Driver:
         """Accept no more requests; with `abort`, stop running requests without responses."""
         if self.ends_s is not None:
             return
-        self.ends_s, self._aborts, self._rolls = self._clock(), abort, False
+        self.ends_s = self._clock()
+        self._aborts = abort
+        self._rolls = False
         if self._idle_work is not None:
             self._idle_work.rollout_ended()
         self._workers = {w: worker for w, worker in self._workers.items() if not worker.error}
@@ -399,5 +422,6 @@ class Driver:
             worker.place.nudge()
 
     def _note(self, worker: _Worker, kind: Kind, why: str = "", requests: int = 0) -> None:
-        now_s, name = self._clock(), worker.place.name
+        now_s = self._clock()
+        name = worker.place.name
         self.events.append(WorkerEvent(name, worker.where, kind, now_s, why, requests))

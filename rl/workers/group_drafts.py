@@ -61,9 +61,13 @@ class SharedDrafts(DraftServer):
     ) -> None:
         super().__init__(group_size)
         self.num_drafters = 1  # represents other workers
-        self._rollout, self._size = rollout, group_size
-        self._exchange, self._report = exchange, report
-        self._news, self._new, self._gone = threading.Lock(), list[Piece](), list[tuple[int, int]]()
+        self._rollout = rollout
+        self._size = group_size
+        self._exchange = exchange
+        self._report = report
+        self._news = threading.Lock()
+        self._new = list[Piece]()
+        self._gone = list[tuple[int, int]]()
         self._has_left = threading.Event()
 
     def __enter__(self) -> SharedDrafts:
@@ -88,8 +92,10 @@ class SharedDrafts(DraftServer):
     def sync(self) -> None:
         """Exchange updates with the central server once."""
         with self._news:
-            new, self._new = self._new, []
-            ended, self._gone = self._gone, []
+            new = self._new
+            self._new = []
+            ended = self._gone
+            self._gone = []
         pieces, over = self._exchange(self._rollout, self._size, new, ended, self.seen())
         super().update(pieces)
         self.forget(over)

@@ -111,7 +111,8 @@ class WorkerError(RuntimeError):
         super().__init__(
             f"worker {worker_id} failed on requests {shown}: {type(error).__name__}: {error}"
         )
-        self.worker_id, self.__cause__ = worker_id, error
+        self.worker_id = worker_id
+        self.__cause__ = error
 
     @property
     def kind(self) -> Kind:

@@ -68,13 +68,16 @@ class MultiEngine:
         hang_limit_s: float = HANG_LIMIT_S,
     ) -> None:
         self.engines: list[Engine] = list(engines)
-        self.places, self._in_threads = list(places or ()), places is None
-        self.config, self._seed = config, seed
+        self.places = list(places or ())
+        self._in_threads = places is None
+        self.config = config
+        self._seed = seed
         self.spot = spot  # training for idle workers
         self.prefer_pool = prefer_pool  # True to copy a number of tokens rather than recompute
         self.costs: Costs | None = None  # of a worker, if `config.measures_rounds`
         self.helpers: Helpers | None = None  # rerun requests on idle workers
-        self._clock, self._hang_limit_s = clock, hang_limit_s
+        self._clock = clock
+        self._hang_limit_s = hang_limit_s
         self.stats = EngineStats()
 
     @property
@@ -104,8 +107,13 @@ class MultiEngine:
         try:
             with session:
                 session.submit(0, spec, requests)
-                results = partial(session.next_result, POLL_S), partial(session.num_tokens, 0)
-                return collected(requests, *results, on_finish, on_round)
+                return collected(
+                    requests,
+                    partial(session.next_result, POLL_S),
+                    partial(session.num_tokens, 0),
+                    on_finish,
+                    on_round,
+                )
         finally:
             self.stats = session.stats(0)
             self.stats.events = session.new_events()
@@ -145,7 +153,8 @@ class MultiEngine:
         has_steps_apart: bool = False,
     ) -> Session:
         """Return a session of the workers, for rollouts of up to `max_requests` requests."""
-        config, first = self.config, self.engines[0]
+        config = self.config
+        first = self.engines[0]
         slots = min(first.config.max_slots, max_requests)
         if config.kv_tokens is not None and config.kv_tokens < max_tokens:
             raise ValueError(
@@ -207,7 +216,8 @@ def make_engines(
 
     Raises ValueError if multi-device workers need more devices than this process has.
     """
-    default, size = jax.local_devices()[0], config.devices_per_worker
+    default = jax.local_devices()[0]
+    size = config.devices_per_worker
     alone = jax.process_count() == 1  # else weights come from a mesh, bound to a device
     _, devices = split_devices(config, jax.local_devices())
     needed = config.workers * size

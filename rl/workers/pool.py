@@ -124,10 +124,13 @@ class ThreadPlace:
     A hung thread cannot be stopped and keeps its engine; a new engine replaces it in `engines`.
     """
 
-    may_return, is_ready = False, True
+    may_return = False
+    is_ready = True
 
     def __init__(self, engines: MutableSequence[Engine], index: int, hang_limit_s: float) -> None:
-        self._engines, self._index, self.hang_limit_s = engines, index, hang_limit_s
+        self._engines = engines
+        self._index = index
+        self.hang_limit_s = hang_limit_s
         self.name = f"worker {self.engine.number}"
 
     @property

@@ -89,7 +89,8 @@ class RequestTable:
         self.withdraw(live)
         if state is not None:
             self.keep(live, state)
-        waiting, live.waiting = live.waiting, []
+        waiting = live.waiting
+        live.waiting = []
         return waiting
 
     def lose(self, worker_id: int) -> Iterator[Waiting]:
@@ -100,7 +101,8 @@ class RequestTable:
 
     def keep(self, live: LiveRequest, state: PartialRequest) -> None:
         """Store a state, with its keys and values if the pool has room."""
-        live.prefix, kv = state.prefix, state.kv
+        live.prefix = state.prefix
+        kv = state.kv
         if kv is None:
             return
         self.counts += PoolCounts(moved_bytes=kv.num_bytes)
@@ -121,7 +123,8 @@ class RequestTable:
         return live.start(kv, start.max_tokens)
 
     def take_kv(self, live: LiveRequest) -> HostKv | None:
-        kv, live.kv = live.kv, None
+        kv = live.kv
+        live.kv = None
         if kv is not None:
             self.num_bytes -= kv.num_bytes
         return kv

@@ -64,7 +64,9 @@ class Session:
             idle_work=idle_work,
             acceptance=acceptance,
         )
-        self._clock, self._hang_limit_s, self._heartbeat_s = clock, hang_limit_s, clock()
+        self._clock = clock
+        self._hang_limit_s = hang_limit_s
+        self._heartbeat_s = clock()
         self._samplings: dict[int, SamplingConfig] = {}
         self._counted = PoolCounts()
         self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
@@ -107,7 +109,8 @@ class Session:
         last epoch, by group. With `is_ahead`, the requests run on workers without other requests.
         Steps before `oldest`, by default `step` − 1, are forgotten.
         """
-        past, is_urgent = past_tokens or {}, spec is None
+        past = past_tokens or {}
+        is_urgent = spec is None
         oldest = step - 1 if oldest is None else oldest
         if spec is not None:
             self._samplings = {s: x for s, x in self._samplings.items() if s >= oldest}
@@ -180,7 +183,8 @@ class Session:
 
     def new_pool_counts(self) -> PoolCounts:
         """Return the counts of keys and values moved or dropped since the last call."""
-        now, before = self._driver.requests.counts, self._counted
+        now = self._driver.requests.counts
+        before = self._counted
         self._counted = now
         return now.since(before)
 

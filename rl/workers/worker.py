@@ -45,7 +45,8 @@ class RolloutWorker:
     def __init__(
         self, engine: Engine, limits: WorkerLimits, make_spec: MakeSpec | None = None
     ) -> None:
-        self.engine, self._limits = engine, limits
+        self.engine = engine
+        self._limits = limits
         self._make_spec = make_spec or self._placed
         self._specs: dict[int, Any] = {}
         self._queue: collections.deque[Begin] = collections.deque()
@@ -60,7 +61,8 @@ class RolloutWorker:
         Returns immediately if idle. An exception closes the rollout; the engine stays usable.
         """
         try:
-            events, until_s = self._apply(commands), self.engine.clock() + max_s
+            events = self._apply(commands)
+            until_s = self.engine.clock() + max_s
             while not (events or self.has_mail or self._is_idle):
                 self._admit()
                 events = list(self.engine.step())
@@ -143,8 +145,11 @@ class RolloutWorker:
 
     def _open(self, step: int) -> None:
         self._rollout.close()
-        spec, limits, engine = self._specs[step], self._limits, self.engine
-        self._step, self._stats = step, EngineStats()
+        spec = self._specs[step]
+        limits = self._limits
+        engine = self.engine
+        self._step = step
+        self._stats = EngineStats()
         rollout = engine.rollout(
             self._make_spec(spec, self._rollout),
             max_requests=limits.max_requests,

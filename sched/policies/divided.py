@@ -45,7 +45,8 @@ class LazyHeap(Generic[Key]):
 
     def set(self, number: int, key: Key) -> None:
         """Add a number, or change its key."""
-        keys, heap = self._keys, self._heap
+        keys = self._keys
+        heap = self._heap
         if keys.get(number) == key:
             return
         keys[number] = key
@@ -63,7 +64,8 @@ class LazyHeap(Generic[Key]):
 
     def first(self) -> int | None:
         """Return the number with the smallest key without removing it; None if empty."""
-        keys, heap = self._keys, self._heap
+        keys = self._keys
+        heap = self._heap
         while heap:
             key, number = heap[0]
             if keys.get(number) == key:
@@ -112,7 +114,8 @@ class UrgentFirst(Order):
     """Urgent requests first come, first served; then all other requests by `order`."""
 
     def __init__(self, order: Order) -> None:
-        self._urgent, self._order = Fifo(), order
+        self._urgent = Fifo()
+        self._order = order
 
     def _order_of(self, request: RequestState) -> Order:
         return self._urgent if request.spec.urgent else self._order
@@ -163,7 +166,8 @@ class ContextAware(Order):
     def __init__(self, *, seed: int, explore: float = 0.05) -> None:
         if not 0 <= explore <= 1:
             raise ValueError(f"expected explore in 0 … 1, got {explore}")
-        self._explore, self._rng = explore, np.random.default_rng(seed)
+        self._explore = explore
+        self._rng = np.random.default_rng(seed)
         self._probes: list[tuple[int, int, RequestState]] = []
         self._probe_of: dict[int, int] = {}  # group → request
         self._waiting: dict[int, collections.deque[RequestState]] = {}  # requests other than probes
@@ -178,7 +182,8 @@ class ContextAware(Order):
         self._add(request, group, first=True)
 
     def _add(self, request: RequestState, group: Group, *, first: bool) -> None:
-        request_id, group_id = request.request_id, group.group_id
+        request_id = request.request_id
+        group_id = group.group_id
         if self._probe_of.setdefault(group_id, request_id) == request_id:
             heapq.heappush(self._probes, (request.generated_tokens, request_id, request))
             return
@@ -252,7 +257,8 @@ class Divided:
     ) -> None:
         if chunk_tokens < 1:
             raise ValueError(f"expected chunk_tokens >= 1, got {chunk_tokens}")
-        self._order, self._chunk_tokens = UrgentFirst(order), chunk_tokens
+        self._order = UrgentFirst(order)
+        self._chunk_tokens = chunk_tokens
         self._prefer_pool = prefer_pool
         self._ledger = Ledger()
         self._heap = WorkerHeap(self._ledger.workers)

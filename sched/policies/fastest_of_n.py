@@ -54,7 +54,9 @@ class FastestOfN:
                 f"expected 1 … {MAX_COPIES} methods and at least one copy, got {num_methods} "
                 f"and {max_copies}"
             )
-        self._scheduler, self._worth, self._max_copies = scheduler, worth, max_copies
+        self._scheduler = scheduler
+        self._worth = worth
+        self._max_copies = max_copies
         self._methods = [str(k) for k in range(1, num_methods + 1)]
         self._specs: dict[int, RequestSpec] = {}  # of unfinished requests
         self._running: dict[int, Start] = {}  # starts that are not copies
@@ -131,7 +133,8 @@ class FastestOfN:
         del self._copies[event.request_id]
         request_id, _ = copy_of(event.request_id)
         self._tokens[request_id] = event.generated_tokens
-        actions, own = self._forget(request_id), self._running.pop(request_id, None)
+        actions = self._forget(request_id)
+        own = self._running.pop(request_id, None)
         if own is None:  # the request waits; it finishes when the scheduler starts it
             self._answered.add(request_id)
             return actions
@@ -166,7 +169,12 @@ class FastestOfN:
         freed = [worker_id for worker_id, copies in load.items() if not copies]
         wanted = {r: self._acceptance.get(r, 0.0) for r in self._running if self._pays(r)}
         added = assign_drafters(
-            *(wanted, self._methods, freed, serving, load, self._max_copies),
+            wanted,
+            self._methods,
+            freed,
+            serving,
+            load,
+            self._max_copies,
             lambda request_id, method, *_: _number(request_id, method) not in self._copies,
         )
         return [
@@ -182,7 +190,8 @@ class FastestOfN:
 
     def _begin(self, request_id: int, number: int, worker_id: int) -> list[Action]:
         """Start a copy if the worker has room for it."""
-        spec, worker = self._specs[request_id], self._workers[worker_id]
+        spec = self._specs[request_id]
+        worker = self._workers[worker_id]
         copies = [start for start in self._copies.values() if start.worker_id == worker_id]
         tokens = spec.prompt_tokens + spec.max_new_tokens
         needed = sum(start.reserved_tokens for start in copies) + tokens

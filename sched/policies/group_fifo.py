@@ -50,7 +50,8 @@ class GroupFifo:
             for worker_id, worker in self._ledger.workers.items():
                 instances.setdefault(worker_id // self._ranks, []).append(worker)
         numbers = list(instances)
-        groups, self._waiting = list(self._waiting.values()), {}
+        groups = list(self._waiting.values())
+        self._waiting = {}
         actions: list[Action] = []
         for i in self._rng.permutation(len(groups)).tolist():
             number = numbers[self._dealt % len(numbers)]

@@ -47,7 +47,8 @@ from reprise.sched.request import RequestState
 # τ: (mean length, requests of a worker) → seconds until all these requests are answered
 Tau = Callable[[float, float], float]
 RoundSeconds = Callable[[float, float, float], float]  # (requests, positions, nodes of each)
-PRECISION_S, PRECISION = 1.0, 0.01  # of d: as in the paper, and as a share of the longest time
+PRECISION_S = 1.0
+PRECISION = 0.01  # of d: as in the paper, and as a share of the longest time
 
 
 # --- tiers ------------------------------------------------------------------------------
@@ -103,7 +104,8 @@ def allocate(
         """Return the minimum workers that meet every target, or None if there are too few."""
         plan = []
         for n, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
-            target_s, counts = t0 + n * d, range(1, max_workers + 1)
+            target_s = t0 + n * d
+            counts = range(1, max_workers + 1)
             workers = next((k for k in counts if tau(length, size / k) <= target_s), None)
             if workers is None:
                 return None
@@ -111,16 +113,19 @@ def allocate(
         return plan if sum(plan) <= num_workers else None
 
     longest_s = tau(lengths[-1], sizes[-1])
-    low, high = 0.0, max(longest_s - t0, 0.0) / max(N - 1, 1)
+    low = 0.0
+    high = max(longest_s - t0, 0.0) / max(N - 1, 1)
     precision_s = min(precision_s, PRECISION * longest_s)
     while (plan := affordable(high)) is None:  # groups in the middle may need a larger d
-        low, high = high, 2 * high + precision_s
+        low = high
+        high = 2 * high + precision_s
     while high - low > precision_s:
         middle = (low + high) / 2
         if (cheaper := affordable(middle)) is None:
             low = middle
         else:
-            plan, high = cheaper, middle
+            plan = cheaper
+            high = middle
     for i in range(num_workers - sum(plan)):
         plan[N - 1 - i % N] += 1
     return plan
@@ -219,7 +224,8 @@ class HistoPipe:
     """
 
     def __init__(self, config: HistoPipeConfig) -> None:
-        self._config, self._train_s = config, config.train_s
+        self._config = config
+        self._train_s = config.train_s
         self._ledger = Ledger()
         self._steps: dict[int, list[_Share]] = {}  # unfinished at the latest submission
         self._num_steps = 0  # submitted so far
@@ -255,14 +261,17 @@ class HistoPipe:
         elif isinstance(event, Submitted):
             self._forget_steps()
             self._plan(event, waiting)
-            deferred, self._deferred = self._deferred, []
+            deferred = self._deferred
+            self._deferred = []
             actions += [a for r in deferred for a in self._into_next_step(r)]
         elif isinstance(event, Trained):
             self._trained = max(self._trained, event.step)
             self._train_s = self._train_s if event.train_s is None else event.train_s
         elif isinstance(event, WorkerJoined):
-            self._at[event.worker_id], self._left[event.worker_id] = -1, 0
-            unassigned, self._unassigned = self._unassigned, []
+            self._at[event.worker_id] = -1
+            self._left[event.worker_id] = 0
+            unassigned = self._unassigned
+            self._unassigned = []
             actions += self._reassign(unassigned)
         elif isinstance(event, WorkerLost):
             actions += self._lost(event.worker_id, waiting)
@@ -290,10 +299,12 @@ class HistoPipe:
             plan = two_tiers(means, sizes, len(workers), self._config.tau(), train_s=self._train_s)
         if number % 2:
             workers.reverse()  # the longest groups go to workers that had the shortest groups
-        self._steps[number], self._num_steps = [], number + 1
+        self._steps[number] = []
+        self._num_steps = number + 1
         beta = self._beta()
         for index, members in enumerate(ranked):
-            mine, workers = workers[: plan[index]], workers[plan[index] :]
+            mine = workers[: plan[index]]
+            workers = workers[plan[index] :]
             max_key = max(keys[i] for i in members) if known else math.inf
             share = _Share(number, index, N, beta * max_key, {w: [] for w in mine})
             self._steps[number].append(share)
@@ -315,18 +326,21 @@ class HistoPipe:
         share.num_unfinished += 1
 
     def _beta(self) -> float:
-        config, ordered = self._config, sorted(self._growth) or [0.0]
+        config = self._config
+        ordered = sorted(self._growth) or [0.0]
         quantile = ordered[int(config.growth_quantile * (len(ordered) - 1))]
         return max(quantile, config.least_growth)
 
     def _finished(self, request: RequestState, worker_id: int) -> None:
-        request_id, group_id = request.request_id, request.group_id
+        request_id = request.request_id
+        group_id = request.group_id
         self._left[worker_id] -= 1
         self._share_of.pop(request_id).num_unfinished -= 1
         self._moved.discard(request_id)
         self._lengths.setdefault(group_id, []).append(request.generated_tokens)
         if not self._ledger.groups[group_id].num_unfinished:
-            lengths, past = self._lengths.pop(group_id), request.spec.past_tokens
+            lengths = self._lengths.pop(group_id)
+            past = request.spec.past_tokens
             if past:
                 self._growth.append(statistics.median(lengths) / statistics.median(past))
 
@@ -398,7 +412,8 @@ class HistoPipe:
             lost += share.waiting.pop(worker_id, [])
         for request in lost:
             share = self._share_of[request.request_id]
-            share.size, share.num_unfinished = share.size - 1, share.num_unfinished - 1
+            share.size = share.size - 1
+            share.num_unfinished = share.num_unfinished - 1
         return self._reassign(lost)
 
     def _reassign(self, requests: Iterable[RequestState]) -> list[Action]:

@@ -72,7 +72,8 @@ def prob_of(mean_tokens: float, window: int) -> float:
         raise ValueError(
             f"expected 1 … {window + 1} tokens of {window} draft tokens, got {mean_tokens}"
         )
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     for _ in range(60):
         middle = (low + high) / 2
         is_low = sequential_tokens(middle, window) < mean_tokens
@@ -86,7 +87,8 @@ def best_request_plan(
     """Return the fastest plan among all sequential and decoupled windows and plain decoding."""
     best = RequestPlan(0, False, 1 / verify(0)(batch))  # plain decoding
     for window in range(1, MAX_WINDOW + 1):
-        draft_s, verify_s = window * drafting(batch), verify(window)(batch)
+        draft_s = window * drafting(batch)
+        verify_s = verify(window)(batch)
         sequential = sequential_tokens(p, window) / (draft_s + verify_s)
         decoupled = decoupled_tokens(p, window) / max(draft_s, verify_s)
         if sequential > best.tokens_per_s:
@@ -161,9 +163,11 @@ class Acceptance:
             return sequential_tokens(self.p, window) - 1 - window * prices.node
 
         for w in windows:
-            draft, h = w * prices.draft, self.share(w)
+            draft = w * prices.draft
+            h = self.share(w)
             left, k = (w - 1, self.p) if self.hits is None else (w, h)
-            decoupled, coupled = 1 + h * gain(w) - draft, (2 + k * gain(left) - draft) / 2
+            decoupled = 1 + h * gain(w) - draft
+            coupled = (2 + k * gain(left) - draft) / 2
             for is_decoupled, tokens in ((True, decoupled), (False, coupled)):
                 if (per_s := tokens / prices.round_s) > best.tokens_per_s:
                     best = RequestPlan(w, is_decoupled, per_s)
@@ -254,7 +258,8 @@ class Profile:
     """
 
     def __init__(self, mean_p: Mapping[str, float], prior_tokens: float = PRIOR_TOKENS) -> None:
-        self._mean_p, self._prior_tokens = dict(mean_p), prior_tokens
+        self._mean_p = dict(mean_p)
+        self._prior_tokens = prior_tokens
         self._of_method = dict.fromkeys(mean_p, (0, 0))
         self._of_request: dict[tuple[int, str], tuple[int, int]] = {}
 
@@ -303,7 +308,9 @@ class Reconfiguration:
     ) -> None:
         if every_tokens < 1:
             raise ValueError(f"expected every_tokens of at least 1, got {every_tokens}")
-        self._method, self._common, self._every_tokens = method, common, every_tokens
+        self._method = method
+        self._common = common
+        self._every_tokens = every_tokens
         self._plan_at = functools.cache(lambda hundredths: own_plan(hundredths / 100))
 
     def is_due(self, before_tokens: Tokens, tokens: Tokens) -> bool | np.ndarray:
@@ -359,7 +366,8 @@ def assign_drafters(
         waiting = sorted(acceptance, key=lambda r: (-acceptance[r], -r))  # lowest acceptance last
         for worker in sorted(workers[method]):
             while waiting and loads.get(worker, 0) < max_batch:
-                request, batch = waiting.pop(), loads.get(worker, 0) + 1
+                request = waiting.pop()
+                batch = loads.get(worker, 0) + 1
                 if helps(request, method, worker, batch):
                     added[request, method] = worker
                     loads[worker] = batch

@@ -49,7 +49,8 @@ class StepOrder:
     def __init__(self, scheduler: Scheduler, mode: str) -> None:
         if mode not in MODES:
             raise ValueError(f"expected a mode of {', '.join(MODES)}, got {mode!r}")
-        self._scheduler, self._behind = scheduler, 1 + (mode == "one_step_off")
+        self._scheduler = scheduler
+        self._behind = 1 + (mode == "one_step_off")
         self._waiting: collections.deque[Submitted] = collections.deque()
         self._next = 0
         self._trained = -1
@@ -103,7 +104,8 @@ class Ahead:
     def __init__(self, scheduler: Scheduler, *, chunk_tokens: int) -> None:
         if chunk_tokens < 1:
             raise ValueError(f"expected chunk_tokens >= 1, got {chunk_tokens}")
-        self._scheduler, self._chunk_tokens = scheduler, chunk_tokens
+        self._scheduler = scheduler
+        self._chunk_tokens = chunk_tokens
         self._present: dict[int, dict[int, None]] = {}  # starts of the current step, by worker
         self._begun = Ledger()
         self._waiting: list[tuple[int, float, int]] = []  # (chunks, −expected, request)

@@ -104,7 +104,9 @@ class Simulation:
         keep_samples: bool = False,
     ) -> None:
         """Set up with `lengths`, tokens by request; without a `round_model`, rounds are plain."""
-        self._scheduler, self._cluster, self._lengths = scheduler, cluster, lengths
+        self._scheduler = scheduler
+        self._cluster = cluster
+        self._lengths = lengths
         self._round_model = round_model = round_model or RoundModel(cluster.instance)
         kv_tokens = cluster.kv_tokens_per_worker
         self._workers = [

@@ -44,7 +44,8 @@ class MeasuredCosts(Costs):
         slots = _least({s for s, _, _ in self.rounds}, num_requests)
         nodes = _least({n for s, n, _ in self.rounds if s == slots}, slots * num_nodes)
         points = sorted((p, t) for (s, n, p), t in self.rounds.items() if (s, n) == (slots, nodes))
-        (first, first_s), (last, last_s) = points[0], points[-1]
+        first, first_s = points[0]
+        last, last_s = points[-1]
         slope = max(0.0, (last_s - first_s) / (last - first)) if last > first else 0.0
         # requests beyond the largest bucket take turns
         turns = max(1.0, num_requests / slots)

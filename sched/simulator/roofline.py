@@ -89,9 +89,20 @@ def latent(
     expert_bytes: float, num_experts: int, experts_per_token: int,
 ) -> ModelShape:  # fmt: skip
     """Return a model with multi-head latent attention, 512 + 64 values per position and layer."""
-    kv_bytes, operations = layers * 576 * 2, layers * heads * 2 * (576 + 512)
-    experts = expert_bytes, num_experts, experts_per_token
-    return ModelShape(name, params, weight_bytes, layers, kv_bytes, operations, hidden, *experts)
+    kv_bytes = layers * 576 * 2
+    operations = layers * heads * 2 * (576 + 512)
+    return ModelShape(
+        name,
+        params,
+        weight_bytes,
+        layers,
+        kv_bytes,
+        operations,
+        hidden,
+        expert_bytes,
+        num_experts,
+        experts_per_token,
+    )
 
 
 # From the models' published configurations.
@@ -223,7 +234,9 @@ class Instance(Costs):
 
     def _exchange_seconds(self, num_nodes: float) -> float:
         """Return the seconds of two exchanges per layer: sums, and nodes sent to experts."""
-        devices, ranks, efficiency = self.num_devices, self.num_ranks, self.efficiency
+        devices = self.num_devices
+        ranks = self.num_ranks
+        efficiency = self.efficiency
         if devices * ranks == 1:
             return 0.0
         copies = 2 * (devices - 1) / devices
@@ -239,7 +252,8 @@ class Instance(Costs):
 
         `other_requests` run on the other ranks; the default is the same number on each rank.
         """
-        model, nodes = self.model, num_requests * num_nodes
+        model = self.model
+        nodes = num_requests * num_nodes
         if other_requests is None:
             other_requests = (self.num_ranks - 1) * num_requests
         linear_s = self._linear_seconds(nodes, other_requests * num_nodes)

@@ -108,14 +108,19 @@ class SimulatedWorker:
         kv_tokens: int,
         max_requests: int,
     ) -> None:
-        self.worker_id, self._instance, self._round_model = worker_id, instance, round_model
-        self._kv_tokens, self._max_requests = kv_tokens, max_requests
-        self.counters, self.now_s = Counters(), 0.0
+        self.worker_id = worker_id
+        self._instance = instance
+        self._round_model = round_model
+        self._kv_tokens = kv_tokens
+        self._max_requests = max_requests
+        self.counters = Counters()
+        self.now_s = 0.0
         self.positions = 0.0  # held by running requests
         self.reached = 0.0  # positions just before the last change of running requests
         self.version = 0  # increases with every change
         lanes = round_model.num_lanes
-        self.counts, self._progress = [0] * lanes, [0.0] * lanes
+        self.counts = [0] * lanes
+        self._progress = [0.0] * lanes
         self._ends: list[list[tuple[float, int, RunningStart]]] = [[] for _ in range(lanes)]
         self._queue: collections.deque[RunningStart] = collections.deque()
         self._admitted: list[RunningStart] = []  # preemptible jobs, the latest last
@@ -155,13 +160,15 @@ class SimulatedWorker:
         """Return when the next request finishes or memory is full, if nothing changes before."""
         if not self.num_running:
             return math.inf
-        rounds, cost = self._rounds_to_event(), self._current().cost
+        rounds = self._rounds_to_event()
+        cost = self._current().cost
         return self.now_s + self._stall_s + cost.integral(self.positions, self._growth, rounds)
 
     def reach(self, now_s: float) -> list[RunningStart]:
         """Advance to `now_s`, the result of `next_s`; return the jobs that finish then."""
         self._count_busy(now_s - self.now_s)
-        self.now_s, self._stall_s = now_s, 0.0
+        self.now_s = now_s
+        self._stall_s = 0.0
         self._run(self._rounds_to_event())
         ended: list[RunningStart] = []
         for lane, ends in enumerate(self._ends):
@@ -215,7 +222,8 @@ class SimulatedWorker:
 
     def _rounds_to_event(self) -> float:
         if self._rounds is None:
-            plan, rounds = self._current(), math.inf
+            plan = self._current()
+            rounds = math.inf
             for lane, ends in enumerate(self._ends):
                 while ends and not _is_current(ends[0]):
                     heapq.heappop(ends)

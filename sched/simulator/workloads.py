@@ -63,8 +63,10 @@ class Workload:
 def sigma_of(mean_tokens: float, limit_tokens: int, limit_share: float) -> float:
     """Return the σ for this mean length and this share of lengths at the limit."""
     normal = statistics.NormalDist()
-    x, below = normal.inv_cdf(1 - limit_share), mean_tokens / limit_tokens - limit_share
-    low, high = 0.0, 20.0
+    x = normal.inv_cdf(1 - limit_share)
+    below = mean_tokens / limit_tokens - limit_share
+    low = 0.0
+    high = 20.0
     for _ in range(60):
         middle = (low + high) / 2
         is_low = math.exp(middle * (middle / 2 - x)) * normal.cdf(x - middle) > below
@@ -80,7 +82,8 @@ def draw_lengths(workload: Workload, *, seed: int) -> np.ndarray:
 def draw_epochs(workload: Workload, means: Sequence[float], *, seed: int) -> np.ndarray:
     """Return lengths in epochs of these means, with one z_group; int [epochs, groups, size]."""
     rng = np.random.default_rng(seed)
-    share, shape = workload.group_share, (workload.num_groups, workload.group_size)
+    share = workload.group_share
+    shape = (workload.num_groups, workload.group_size)
     between = rng.standard_normal((workload.num_groups, 1))
     epochs = []
     for mean in means:
@@ -91,7 +94,9 @@ def draw_epochs(workload: Workload, means: Sequence[float], *, seed: int) -> np.
 
 def _lengths_of_mean(z: np.ndarray, mean_tokens: float, workload: Workload) -> np.ndarray:
     """Return the lengths for the normal deviates `z`, with μ found by bisection."""
-    sigma, share, limit = workload.sigma, workload.limit_share, workload.limit_tokens
+    sigma = workload.sigma
+    share = workload.limit_share
+    limit = workload.limit_tokens
     if share is not None:
         sigma = sigma_of(mean_tokens, limit, share)
 
@@ -99,7 +104,8 @@ def _lengths_of_mean(z: np.ndarray, mean_tokens: float, workload: Workload) -> n
         raw = np.exp(np.minimum(mu + sigma * z, 40.0))
         return np.clip(np.rint(raw), 1, limit).astype(np.int64)
 
-    low, high = -20.0, float(np.log(limit)) + 20.0
+    low = -20.0
+    high = float(np.log(limit)) + 20.0
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if lengths(middle).mean() < mean_tokens else (low, middle)
@@ -113,11 +119,20 @@ def make_requests(
 
     With `known`, the requests carry their lengths.
     """
-    requests, by_number = [], {}
-    sizes = workload.prompt_tokens, workload.limit_tokens
+    requests = []
+    by_number = {}
     for sample in range(workload.group_size):
         for group in range(workload.num_groups):
-            number, length = group * workload.group_size + sample, int(lengths[group, sample])
-            requests.append(RequestSpec(number, group, *sizes, length if known else None))
+            number = group * workload.group_size + sample
+            length = int(lengths[group, sample])
+            requests.append(
+                RequestSpec(
+                    number,
+                    group,
+                    workload.prompt_tokens,
+                    workload.limit_tokens,
+                    length if known else None,
+                )
+            )
             by_number[number] = length
     return requests, by_number

@@ -20,7 +20,9 @@ from reprise.spec.drafter import (
 )
 from reprise.spec.round_times import RoundTimes
 
-START_TOKENS, STEP_TOKENS, MAX_TOKENS = 2, 2, 32  # first window, step, largest window
+START_TOKENS = 2
+STEP_TOKENS = 2
+MAX_TOKENS = 32  # first window, step, largest window
 DECAY = 0.9  # per round, of the mean tokens per request
 CLOSED_ROUNDS = 32, 256  # min and max rounds before a closed gate checks again
 
@@ -54,7 +56,8 @@ class Aimd(Budget):
     def __init__(
         self, times: RoundTimes | None = None, window_tokens: Sequence[int] | None = None
     ) -> None:
-        self._times, self._window_tokens = times, window_tokens
+        self._times = times
+        self._window_tokens = window_tokens
         index = RequestIndex()
         self._windows = PerRequest(index, window_tokens[0] if window_tokens else START_TOKENS)
         self._tokens_per_request = 0.0  # per round with drafts, a decayed mean

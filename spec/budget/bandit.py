@@ -50,7 +50,8 @@ class BegMab:
     def __init__(self, strategies: Sequence[Strategy], config: TunerConfig, seed: int) -> None:
         self.config = config
         self._candidates = _by_bucket(strategies, config)  # S_i of bucket i
-        self._seed, self._draws = seed, 0
+        self._seed = seed
+        self._draws = 0
         self._num_chosen = collections.Counter[str]()  # by name, since the last `take_chosen`
         # R_s: tokens per second of the batch
         self._rewards = {
@@ -110,7 +111,8 @@ class BegMab:
 
     def take_chosen(self) -> collections.Counter[str]:
         """Return how often each strategy was chosen since the last call, by name."""
-        chosen, self._num_chosen = self._num_chosen, collections.Counter()
+        chosen = self._num_chosen
+        self._num_chosen = collections.Counter()
         return chosen
 
     def rewards(self) -> dict[str, list[float]]:
@@ -132,7 +134,8 @@ class BegMab:
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore the result of `state`; strategies missing from it count as untried."""
         windows = {(w["bucket"], w["strategy"]): w["rewards"] for w in state["windows"]}
-        self._seed, self._draws = state["seed"], state["draws"]
+        self._seed = state["seed"]
+        self._draws = state["draws"]
         for key, rewards in self._rewards.items():
             rewards.clear()
             rewards.extend(windows.get(key, ()))
@@ -184,7 +187,8 @@ def strategies(
 
 def node_counts(config: TunerConfig, num_slots: int) -> set[int]:
     """Return the numbers of nodes of rounds with `num_slots` slots, before rounding up."""
-    low, high = _batch_size(1, num_slots), num_slots
+    low = _batch_size(1, num_slots)
+    high = num_slots
     ends = (*config.thresholds[1:], high + 1)
     ranges = zip(config.thresholds, ends, config.verify_tokens, strict=False)
     reached = [tokens for first, end, tokens in ranges if first <= high and low < end]
@@ -219,14 +223,21 @@ class BanditBudget(Budget):
         on_device: Collection[str] = (),
         is_copy: Callable[[int], bool] = lambda request_id: False,
     ) -> None:
-        self._bandit, self._times, self._union = bandit, times, union
-        self._on_device, self._is_copy = frozenset(on_device), is_copy
-        self._strategy, self._size, self._is_mixed = PLAIN, 1, False
-        self._bucket, self._batch = (0, 0), 1  # (slots, positions), requests
+        self._bandit = bandit
+        self._times = times
+        self._union = union
+        self._on_device = frozenset(on_device)
+        self._is_copy = is_copy
+        self._strategy = PLAIN
+        self._size = 1
+        self._is_mixed = False
+        self._bucket = (0, 0)
+        self._batch = 1  # (slots, positions), requests
         self._live_tokens = 0.0  # mean per live request
 
     def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
-        self._bucket, self._batch = (num_slots, num_positions), _batch_size(len(live), num_slots)
+        self._bucket = (num_slots, num_positions)
+        self._batch = _batch_size(len(live), num_slots)
         self._live_tokens = float(live.total_tokens_A.mean())
         self._strategy = strategy = self._bandit.select(self._batch)
         if strategy == PLAIN:  # its reward is known in advance
@@ -285,7 +296,8 @@ class BanditBudget(Budget):
             self._record(accepted_A[own_A], self._size)
 
     def _record(self, accepted_A: np.ndarray, num_nodes: int) -> None:
-        (num_slots, num_positions), strategy = self._bucket, self._strategy
+        num_slots, num_positions = self._bucket
+        strategy = self._strategy
         round_s = self._times(num_slots, num_nodes, num_positions, self._live_tokens)
         if round_s is not None:  # buckets without measured seconds are not recorded
             for name in self._on_device & set(strategy.sources):

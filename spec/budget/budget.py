@@ -129,12 +129,15 @@ _LAST = 2**31 - 1
 def _keys(prob_AN, count_A, scale_A, max_tokens):  # type: ignore[no-untyped-def]
     """Return a sort key per draft token, ascending in worth; ties go to the earlier token."""
     A, N = prob_AN.shape
-    worth_X, place_X, X = np.empty(A * N, np.float32), np.empty(A * N, np.int64), 0
+    worth_X = np.empty(A * N, np.float32)
+    place_X = np.empty(A * N, np.int64)
+    X = 0
     for a in range(A):
         tokens = 1.0  # expected tokens of the request
         for n in range(min(count_A[a], max_tokens)):
             scaled = prob_AN[a, n] * scale_A[a]
-            worth_X[X], place_X[X] = scaled / tokens, a * N + n
+            worth_X[X] = scaled / tokens
+            place_X[X] = a * N + n
             tokens += scaled
             X += 1
     bits_X = worth_X.view(np.int32)  # bits of non-negative floats sort like the floats
@@ -146,13 +149,16 @@ def _keys(prob_AN, count_A, scale_A, max_tokens):  # type: ignore[no-untyped-def
 @numba.njit(cache=True, nogil=True)
 def _first(keys_X, prob_AN, scale_A, widest_S, room_S):  # type: ignore[no-untyped-def]
     A, N = prob_AN.shape
-    taken_SA, accepted_S = np.zeros((len(room_S), A), np.int32), np.zeros(len(room_S))
+    taken_SA = np.zeros((len(room_S), A), np.int32)
+    accepted_S = np.zeros(len(room_S))
     for s in range(len(room_S)):
-        left, x = room_S[s], len(keys_X)
+        left = room_S[s]
+        x = len(keys_X)
         while left > 0 and x > 0:
             x -= 1
             place = _LAST - (keys_X[x] & _LAST)
-            a, n = place // N, place % N
+            a = place // N
+            n = place % N
             if n < widest_S[s]:
                 taken_SA[s, a] += 1
                 accepted_S[s] += prob_AN[a, n] * scale_A[a]
@@ -174,7 +180,8 @@ class Backoff:
     """Exponential backoff of `shortest` to `longest` rounds between attempts that do not pay."""
 
     def __init__(self, shortest: int = 8, longest: int = 64) -> None:
-        self._shortest, self._longest = shortest, longest
+        self._shortest = shortest
+        self._longest = longest
         self.rounds = 0  # of the current wait
 
     def lengthen(self) -> int:
@@ -188,7 +195,8 @@ class PlainSpell:
 
     def __init__(self, index: RequestIndex, shortest: int, longest: int) -> None:
         self._start_tokens = PerRequest(index, np.inf)  # tokens at the start of the spell
-        self._wait, self._num_slots = Backoff(shortest, longest), 0
+        self._wait = Backoff(shortest, longest)
+        self._num_slots = 0
 
     def lasts(self, live: LiveSlots, num_slots: int) -> bool:
         if num_slots != self._num_slots:

@@ -7,7 +7,9 @@ import itertools
 
 BUDGETS = ("off", "fixed:K", "aimd", "goodput", "bandit")
 BANDIT = "bandit"
-LEARNED, MODEL, OWN = "learned", "model", "own"  # drafter names; OWN drafts n-grams
+LEARNED = "learned"
+MODEL = "model"
+OWN = "own"  # drafter names; OWN drafts n-grams
 
 
 @dataclasses.dataclass(frozen=True)

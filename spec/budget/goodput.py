@@ -73,13 +73,16 @@ class DeviceDraftGate:
             return
         taken_AN = np.arange(drafts.max_nodes) < taken_A[:, None]
         worth_AN = np.where(taken_AN, drafts.prob_AN, 0.0) * scale_A[:, None]
-        draft_s, own_worth = dict[str, float](), dict[str, float]()
+        draft_s = dict[str, float]()
+        own_worth = dict[str, float]()
         for name, source in DEVICE_SOURCES.items():
-            own_AN, depths = drafts.sources_AN == source, depths_of[name]
+            own_AN = drafts.sources_AN == source
+            depths = depths_of[name]
             if depths and not self._left[name] and (own_AN & taken_AN).any():
                 draft_s[name] = times.draft(name, num_slots, depths[-1], num_positions)
                 own_worth[name] = float(worth_AN[own_AN].sum())
-        all_s, tokens = round_s + sum(draft_s.values()), len(live) + float(worth_AN.sum())
+        all_s = round_s + sum(draft_s.values())
+        tokens = len(live) + float(worth_AN.sum())
         for name in draft_s:
             if tokens / all_s >= (tokens - own_worth[name]) / (all_s - draft_s[name]):
                 self._waits[name] = Backoff()
@@ -88,7 +91,8 @@ class DeviceDraftGate:
 
 
 BETTER = 1.03  # speedup over plain decoding that drafts must promise at the start
-DECAY, ALL_DECAY = 0.9, 0.99  # per round, of the acceptance counts of a request and of all requests
+DECAY = 0.9
+ALL_DECAY = 0.99  # per round, of the acceptance counts of a request and of all requests
 REFUSED_ROUNDS = 16, 256  # min and max rounds until refused drafts are requested again
 SAMPLED = 4  # drafts are then requested for one in 4 groups
 REPEATS = 8  # fetches that draft on the device between two choices by the host
@@ -112,7 +116,8 @@ class Goodput(Budget):
     def __init__(self, times: RoundTimes) -> None:
         self._times = times
         index = RequestIndex()
-        self._accepted, self._expected = PerRequest(index, 0.0), PerRequest(index, 0.0)
+        self._accepted = PerRequest(index, 0.0)
+        self._expected = PerRequest(index, 0.0)
         self._all_accepted = self._all_expected = 0.0
         self._speculating = False
         self._repeats = 0  # remaining fetches that draft on the device
@@ -140,7 +145,8 @@ class Goodput(Budget):
     def scale(self, live: LiveSlots) -> np.ndarray:
         """Return s_a = (accepted + prior · s) / (expected + prior), with s of all requests."""
         overall = (self._all_accepted + PRIOR_NODES) / (self._all_expected + PRIOR_NODES)
-        accepted_A, expected_A = self._accepted.get(live), self._expected.get(live)
+        accepted_A = self._accepted.get(live)
+        expected_A = self._expected.get(live)
         return (accepted_A + PRIOR_NODES * overall) / (expected_A + PRIOR_NODES)
 
     def choose_on_device(
@@ -163,7 +169,8 @@ class Goodput(Budget):
                 f"no measured time of a plain round of {num_slots} slots and {num_positions} "
                 "positions: measure the engine's rounds (rl.warm_up.round_times) before the rollout"
             )
-        scale_A, self._repeats = self.scale(live), 0
+        scale_A = self.scale(live)
+        self._repeats = 0
         cached_A = drafts.cached_A
         scale_A[cached_A] = 1.0  # cached responses do not measure the acceptance of drafters
         share = 1.0 if cached_A.any() else self._share
@@ -176,7 +183,9 @@ class Goodput(Budget):
         tokens_S = 1 + accepted_S / (share * len(live))
         rate_S = tokens_S * plain_s / np.fromiter(seconds.values(), float)
         s = int(rate_S.argmax())
-        best, best_rate, taken_A = list(seconds)[s], float(rate_S[s]), taken_SA[s]
+        best = list(seconds)[s]
+        best_rate = float(rate_S[s])
+        taken_A = taken_SA[s]
         bucket = num_slots, best, num_positions
         self._gate.observe(self._times, live, drafts, taken_A, scale_A, bucket)
         self._speculating = best > num_slots and (self._speculating or best_rate > BETTER)
@@ -187,7 +196,8 @@ class Goodput(Budget):
         self._num_refused = 0
         if share < 1:  # the other groups draft from the next round on
             return plain(num_slots)
-        self._repeats, self._chosen = REPEATS, (num_slots, best, len(live))
+        self._repeats = REPEATS
+        self._chosen = (num_slots, best, len(live))
         return DraftDecision(best, taken_A)
 
     def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:

@@ -135,7 +135,8 @@ def _merge(one, two, max_A, out):  # type: ignore[no-untyped-def]
 @numba.njit(cache=True, nogil=True)
 def _take(tree, a, i, place_N, out, size):  # type: ignore[no-untyped-def]
     """Add a draft token, unless the union has it with a higher probability; return the size."""
-    token, parent = tree.tokens_AN[a, i], tree.parents_AN[a, i]
+    token = tree.tokens_AN[a, i]
+    parent = tree.parents_AN[a, i]
     if parent >= 0:
         parent = place_N[parent]
     at = parent + 1
@@ -144,6 +145,8 @@ def _take(tree, a, i, place_N, out, size):  # type: ignore[no-untyped-def]
     place_N[i] = at
     if at < size:
         return size
-    out.tokens_AN[a, at], out.parents_AN[a, at] = token, parent
-    out.prob_AN[a, at], out.sources_AN[a, at] = tree.prob_AN[a, i], tree.sources_AN[a, i]
+    out.tokens_AN[a, at] = token
+    out.parents_AN[a, at] = parent
+    out.prob_AN[a, at] = tree.prob_AN[a, i]
+    out.sources_AN[a, at] = tree.sources_AN[a, i]
     return size + 1

@@ -74,7 +74,8 @@ class RequestTexts:
         left = request.prob[total - before :] if right == known else request.prob[:0]
         above = request.prob[total - before - 1] if len(left) else 1.0
         request.prob = (left / max(above, 1e-12)).astype(np.float32)
-        request.commit, request.wants = commit, True
+        request.commit = commit
+        request.wants = True
         return right, min(right + 1, known)
 
     def assume(self, request: DraftedRequest, tokens_N: np.ndarray, prob_N: np.ndarray) -> None:
@@ -99,7 +100,8 @@ class RequestTexts:
     def live(self, request_ids: Sequence[int]) -> LiveSlots:
         """Return these requests in the form that drafters read, with their assumed tokens."""
         rows = [self.requests[r] for r in request_ids]
-        commits, ids_A = [r.commit for r in rows], np.array(request_ids, np.int64)
+        commits = [r.commit for r in rows]
+        ids_A = np.array(request_ids, np.int64)
         assumed_A = np.array([r.num_assumed for r in rows], np.int32)
         left_A = np.array([c.remaining_tokens for c in commits], np.int32) - assumed_A
         processing_A3 = np.array([c.processing for c in commits], np.float32).reshape(-1, 3)
@@ -119,7 +121,8 @@ class DraftingAhead(abc.ABC):
     """The drafts of one drafting worker for one rollout; the last step was `depth` tokens deep."""
 
     def __init__(self, drafter: AheadDraftModel, num_rows: int, max_total_tokens: int) -> None:
-        self.texts, self.depth = RequestTexts(num_rows, max_total_tokens), 0
+        self.texts = RequestTexts(num_rows, max_total_tokens)
+        self.depth = 0
         self._drafter = drafter
 
     def update(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
@@ -161,8 +164,16 @@ class FreeRunning(DraftingAhead):
                 self.texts.assume(request, drafts.tokens_AN[a, :n], drafts.prob_AN[a, :n])
                 tokens_N = self.texts.assumed(request)
                 parents_N = np.arange(-1, len(tokens_N) - 1, dtype=np.int32)
-                numbers = r, request.commit.round, request.committed
-                blocks.append(Block(*numbers, tokens_N, parents_N, request.prob.copy()))
+                blocks.append(
+                    Block(
+                        r,
+                        request.commit.round,
+                        request.committed,
+                        tokens_N,
+                        parents_N,
+                        request.prob.copy(),
+                    )
+                )
         return blocks
 
     def _observe(self, acceptance_A2: np.ndarray) -> None:
@@ -198,8 +209,10 @@ class Enumerating(DraftingAhead):
         fan_out: int,
     ) -> None:
         super().__init__(drafter, num_rows, max_total_tokens)
-        self._max_window, self._fan_out = max_window, fan_out
-        self._right, self._seen = PRIOR_DRAFTS * PRIOR_PROB, float(PRIOR_DRAFTS)
+        self._max_window = max_window
+        self._fan_out = fan_out
+        self._right = PRIOR_DRAFTS * PRIOR_PROB
+        self._seen = float(PRIOR_DRAFTS)
 
     def step(self) -> list[Block]:
         items = self.texts.requests.items()
@@ -214,14 +227,21 @@ class Enumerating(DraftingAhead):
             request.wants = False
         self.depth = depth = max(_window(request) for request in requests)
         live = self.texts.live(wanting)
-        args = live, chain_AK, depth, self._fan_out
-        tokens_AZFN, second_AZFK, prob_AZF = self._drafter.outcomes(*args)
+        tokens_AZFN, second_AZFK, prob_AZF = self._drafter.outcomes(
+            live, chain_AK, depth, self._fan_out
+        )
         p = self._right / self._seen
         blocks = []
         for a, (r, request) in enumerate(zip(wanting, requests, strict=True)):
-            n, w = int((chain_AK[a] >= 0).sum()), _window(request)
-            branches = tokens_AZFN[a, : n + 1, :, : 1 + w], second_AZFK[a, : n + 1, :, :w]
-            tree = cases_tree(chain_AK[a, :n], *branches, prob_AZF[a, : n + 1], p)
+            n = int((chain_AK[a] >= 0).sum())
+            w = _window(request)
+            tree = cases_tree(
+                chain_AK[a, :n],
+                tokens_AZFN[a, : n + 1, :, : 1 + w],
+                second_AZFK[a, : n + 1, :, :w],
+                prob_AZF[a, : n + 1],
+                p,
+            )
             blocks.append(Block(r, request.commit.round, request.committed, *tree))
         return blocks
 
@@ -258,9 +278,11 @@ def cases_tree(
     second choice for a token of a chain is a sibling of this token, with the parent probability
     times (1 − p) · `SECOND`.
     """
-    K, (Z, F, N) = len(chain_K), tokens_ZFN.shape
+    K = len(chain_K)
+    Z, F, N = tokens_ZFN.shape
     shape = Z, F, 2 * N - 1  # a guess, the chain below it, the second choices
-    parents, prob = np.empty(shape, np.int64), np.empty(shape)
+    parents = np.empty(shape, np.int64)
+    prob = np.empty(shape)
     first_ZF1 = K + (2 * N - 1) * np.arange(Z * F).reshape(Z, F, 1)
     parents[..., :N] = first_ZF1 + np.arange(N) - 1
     parents[..., 0] = (np.arange(Z) - 1)[:, None]
@@ -274,7 +296,8 @@ def cases_tree(
     prob_M = np.concatenate([p ** np.arange(1, K + 1), prob.ravel()])
     order_M = np.argsort(-prob_M, kind="stable")
     place_M = np.empty(len(order_M) + 1, np.int64)
-    place_M[order_M], place_M[-1] = np.arange(len(order_M)), -1
+    place_M[order_M] = np.arange(len(order_M))
+    place_M[-1] = -1
     return (
         tokens_M[order_M].astype(np.int32),
         place_M[parents_M[order_M]].astype(np.int32),

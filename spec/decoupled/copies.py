@@ -68,7 +68,8 @@ class CopiesDrafter(Drafter):
         self, usual: Drafter, methods: Sequence[Drafter], of_copy: OfCopy, progress: Progress
     ) -> None:
         self._drafters = (usual, *methods)
-        self._of_copy, self._progress = of_copy, progress
+        self._of_copy = of_copy
+        self._progress = progress
         self._last: list[tuple[np.ndarray, Drafter]] = []  # request indices, and their drafter
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:

@@ -50,7 +50,8 @@ class ReceivedBlocks:
             return
         which = dict(zip(live.request_ids_A.tolist(), self._rows(live).tolist(), strict=True))
         for block in blocks:
-            f, n = which.get(block.request_id), len(block.tokens_N)
+            f = which.get(block.request_id)
+            n = len(block.tokens_N)
             if f is None or block.round < self._block_F3[f, ROUND]:
                 continue
             if n > (width := self._nodes_FN[0].shape[1]):
@@ -68,9 +69,17 @@ class ReceivedBlocks:
         drafts = no_drafts(len(live), max_nodes)
         drafts.sources_AN[:] = Source.MODEL
         which_A = self._rows(live)  # first, since this may grow the arrays
-        texts = live.tokens_BL, live.rows_A, live.total_tokens_A
-        limits = window_A, np.minimum(max_A, max_nodes)
-        self.stale += _follow(*texts, which_A, self._block_F3, *self._nodes_FN, *limits, drafts)
+        self.stale += _follow(
+            live.tokens_BL,
+            live.rows_A,
+            live.total_tokens_A,
+            which_A,
+            self._block_F3,
+            *self._nodes_FN,
+            window_A,
+            np.minimum(max_A, max_nodes),
+            drafts,
+        )
         return drafts
 
     def rounds(self, live: LiveSlots) -> np.ndarray:
@@ -83,7 +92,8 @@ class ReceivedBlocks:
             self._block_F3[f] = 0, -1, 0
 
     def _rows(self, live: LiveSlots) -> np.ndarray:
-        which_A, old = self._index.of(live), len(self._block_F3)
+        which_A = self._index.of(live)
+        old = len(self._block_F3)
         if self._index.size > old:
             self._block_F3 = with_room(self._block_F3, self._index.size, 0)
             self._block_F3[old:, ROUND] = -1
@@ -112,8 +122,10 @@ def _follow(  # type: ignore[no-untyped-def]
     depth_N = np.empty(tokens_FN.shape[1], np.int32)
     for a in range(len(rows_A)):
         f = which_A[a]
-        text, nodes = tokens_BL[rows_A[a]], block_F3[f, NODES]
-        node, lost = -1, nodes == 0 or block_F3[f, BASE] > total_A[a]
+        text = tokens_BL[rows_A[a]]
+        nodes = block_F3[f, NODES]
+        node = -1
+        lost = nodes == 0 or block_F3[f, BASE] > total_A[a]
         for t in range(block_F3[f, BASE], total_A[a]):
             if lost:
                 break
@@ -122,7 +134,8 @@ def _follow(  # type: ignore[no-untyped-def]
                 parents_FN[f, child] != node or tokens_FN[f, child] != text[t]
             ):
                 child += 1
-            node, lost = child, child == nodes
+            node = child
+            lost = child == nodes
         if lost:
             stale += nodes > 0
             block_F3[f, NODES] = 0
@@ -130,7 +143,8 @@ def _follow(  # type: ignore[no-untyped-def]
         above = np.float32(1.0) if node < 0 else max(prob_FN[f, node], np.float32(1e-12))
         size = 0
         for n in range(node + 1, nodes):
-            parent, place_N[n] = parents_FN[f, n], -1
+            parent = parents_FN[f, n]
+            place_N[n] = -1
             if parent != node and (parent < node or place_N[parent] < 0):
                 continue
             depth_N[n] = 1 if parent == node else depth_N[parent] + 1
@@ -145,7 +159,8 @@ def _follow(  # type: ignore[no-untyped-def]
             place_N[n] = same
             if same < size:
                 continue
-            out.tokens_AN[a, size], out.parents_AN[a, size] = tokens_FN[f, n], at
+            out.tokens_AN[a, size] = tokens_FN[f, n]
+            out.parents_AN[a, size] = at
             out.prob_AN[a, size] = min(prob_FN[f, n] / above, np.float32(1.0))
             size += 1
         out.count_A[a] = size
@@ -175,7 +190,8 @@ class OnePlan(RequestPlans):
     """One plan for all requests."""
 
     def __init__(self, plan: DraftPlan, deadline_s: float = 0.0) -> None:
-        self._plan, self.deadline_s = plan, deadline_s
+        self._plan = plan
+        self.deadline_s = deadline_s
 
     def plan(self, request_id: int, batch: int) -> DraftPlan:
         return self._plan
@@ -189,7 +205,9 @@ class DecoupledDrafter(Drafter):
     def __init__(
         self, links: Sequence[DraftLink], plans: RequestPlans, sampling: SamplingConfig
     ) -> None:
-        self._links, self._plans, self._sampling = tuple(links), plans, sampling
+        self._links = tuple(links)
+        self._plans = plans
+        self._sampling = sampling
         self.received = ReceivedBlocks()
         # per request: generation of its link, number of tokens sent, number of commits
         self._sent = dict[int, tuple[int, int, int]]()
@@ -199,14 +217,13 @@ class DecoupledDrafter(Drafter):
         plans = [self._plans.plan(r, len(live)) for r in live.request_ids_A.tolist()]
         window_A = np.array([plan.window for plan in plans], np.int64)
         max_A = np.minimum(max_nodes_A, np.array([plan.max_nodes for plan in plans], np.int32))
-        args = live, window_A, max_A, max_nodes
         self._take(live)
-        drafts = self.received.drafts(*args)
+        drafts = self.received.drafts(live, window_A, max_A, max_nodes)
         if self._plans.deadline_s and self._worth_waiting(live, drafts):
             for link in self._links:
                 link.wait(self._plans.deadline_s / len(self._links))
             self._take(live)
-            drafts = self.received.drafts(*args)
+            drafts = self.received.drafts(live, window_A, max_A, max_nodes)
         self._send(live, drafts)
         self._last = live
         return drafts
@@ -276,7 +293,8 @@ class DecoupledDrafter(Drafter):
 
 def _chain(drafts: Drafts | None, a: int) -> np.ndarray:
     """Return the likeliest path from the root of the draft of a request."""
-    path, at = list[int](), -1
+    path = list[int]()
+    at = -1
     if drafts is not None:
         for n in range(int(drafts.count_A[a])):
             if drafts.parents_AN[a, n] == at:

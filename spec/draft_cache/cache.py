@@ -86,7 +86,9 @@ class DraftCache:
         self.rows = CachedRows(0, 0)
         self.arrays: KVCache | None = None
         self._pages = RowPages(0, runner)
-        self._model, self.drafting, self._runner = model, drafting, runner
+        self._model = model
+        self.drafting = drafting
+        self._runner = runner
 
     def follow(
         self, live: LiveSlots, some: LiveSlots, given: Inputs
@@ -107,7 +109,8 @@ class DraftCache:
 
     def taken(self) -> KVCache:
         """Return the arrays for a step that consumes them; the step result must replace them."""
-        taken, self.arrays = self.arrays, None
+        taken = self.arrays
+        self.arrays = None
         assert taken is not None
         return taken
 
@@ -115,7 +118,8 @@ class DraftCache:
         self, live: LiveSlots, rows_A: np.ndarray, max_A: np.ndarray, sampling: SamplingConfig
     ) -> Any:
         """Return a table for `unpack_ends` to draft for these requests; other rows are idle."""
-        W, first = self.passes.window_tokens, self.drafting.first_token
+        W = self.passes.window_tokens
+        first = self.drafting.first_token
         table_BX = np.zeros((len(self.rows), W + len(END_COLUMNS)), np.int32)
         start_A1 = np.maximum(live.total_tokens_A - W, first)[:, None]
         # if a row is shorter than the window, the columns after its tokens are never read
@@ -146,7 +150,8 @@ class DraftCache:
 
     def programs(self, num_rows: int, given: Callable[[], Inputs]) -> Iterator[Program]:
         """Yield the passes over chunks."""
-        B, S = num_rows, self._runner.num_positions
+        B = num_rows
+        S = self._runner.num_positions
         for P, C in sorted({self.passes.shape(n, B, S) for n in self.passes.chunk_widths}):
 
             def chunks(P: int = P, C: int = C) -> Arguments:
@@ -171,7 +176,9 @@ class DraftCache:
 
     def _catch_up(self, live: LiveSlots, rows_A: np.ndarray, given: Inputs) -> None:
         """Compute entries until no row lacks more than its window, longest gaps first."""
-        held, passes, total_A = self.rows, self.passes, live.total_tokens_A
+        held = self.rows
+        passes = self.passes
+        total_A = live.total_tokens_A
         while True:
             missing_A = total_A - held.known_B[rows_A] - passes.window_tokens
             max_missing = int(missing_A.max())
@@ -185,15 +192,17 @@ class DraftCache:
             order_A = np.argsort(-missing_A, kind="stable")
             a_P = np.repeat(order_A, chunks_A[order_A])[:P]
             nth_P = np.concatenate([np.arange(n) for n in chunks_A[order_A]])[:P]
-            rows_P, total_P = rows_A[a_P], total_A[a_P]
+            rows_P = rows_A[a_P]
+            total_P = total_A[a_P]
             start_P = np.minimum(held.known_B[rows_P] + C * nth_P, total_P - C)
             start_P = np.maximum(start_P, self.drafting.first_token)
             table_PX = _padding(P, C, len(held))
             columns = rows_P, live.rows_A[a_P], start_P
             tokens_PC = held.tokens_BS[rows_P[:, None], start_P[:, None] + np.arange(C)]
             table_PX[: len(a_P)] = np.concatenate([np.stack(columns, axis=1), tokens_PC], axis=1)
-            args = given, self.taken(), self._runner.argument(table_PX)
-            self.arrays = catch_up(*args, drafting=self.drafting)
+            self.arrays = catch_up(
+                given, self.taken(), self._runner.argument(table_PX), drafting=self.drafting
+            )
             np.maximum.at(held.known_B, rows_P, np.minimum(start_P + C, total_P))
 
 

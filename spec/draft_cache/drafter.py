@@ -71,20 +71,25 @@ class CachingDrafter(Drafter, Protocol):
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         """Return a tree for each request that may have draft tokens."""
-        drafts, held = no_drafts(len(live), max_nodes), self._held
+        drafts = no_drafts(len(live), max_nodes)
+        held = self._held
         drafts.sources_AN[:] = self.source
         max_A = np.minimum(max_nodes_A, max_nodes).astype(np.int32)
         chosen_A = np.nonzero(max_A > 0)[0]
         if not len(chosen_A):
             return drafts
-        some, max_A, features = live.take(chosen_A), max_A[chosen_A], self.features()
+        some = live.take(chosen_A)
+        max_A = max_A[chosen_A]
+        features = self.features()
         depth = min(self.reach(), int(max_A.max()))  # the best n draft tokens are n deep at most
         rows_A, acceptance_A2 = held.follow(live, some, (self.constants(), features))
         self.observe_chains(acceptance_A2)
         has_room_A = held.has_room(rows_A)
         if not has_room_A.all():
-            some, rows_A = some.take(np.nonzero(has_room_A)[0]), rows_A[has_room_A]
-            chosen_A, max_A = chosen_A[has_room_A], max_A[has_room_A]
+            some = some.take(np.nonzero(has_room_A)[0])
+            rows_A = rows_A[has_room_A]
+            chosen_A = chosen_A[has_room_A]
+            max_A = max_A[has_room_A]
         if not len(chosen_A):
             return drafts
         table_BX = held.ends(some, rows_A, max_A, self._sampling)
@@ -109,7 +114,8 @@ class CachingDrafter(Drafter, Protocol):
         return self
 
     def enter_rounds(self, live: LiveSlots, max_tokens: int) -> RoundsInput:
-        held, inputs = self._held, (self.constants(), self.features())
+        held = self._held
+        inputs = (self.constants(), self.features())
         rows_A, acceptance_A2 = held.follow(live, live, inputs)
         self.observe_chains(acceptance_A2)
         max_A = np.where(held.has_room(rows_A), max_tokens, 0)
@@ -137,7 +143,8 @@ class CachingDrafter(Drafter, Protocol):
             return self.constants(), self.empty_features(num_slots)
 
         def drafting() -> Arguments:
-            cache, table_BX = held.empty(num_slots), held.empty_ends(num_slots)
+            cache = held.empty(num_slots)
+            table_BX = held.empty_ends(num_slots)
             return self._draft_arguments(given(), cache, table_BX, 1)
 
         yield draft, drafting

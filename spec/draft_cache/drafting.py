@@ -206,14 +206,18 @@ def draft_rounds(
     is never a draft token.
     """
     num_rounds, stop_after, max_tokens, depth = limits_4
-    table, N, S = unpack_ends(table_RX), shape.tree_nodes, cache.num_positions
+    table = unpack_ends(table_RX)
+    N = shape.tree_nodes
+    S = cache.num_positions
     cache = cache.written(pending)
     pending = dataclasses.replace(pending, count=jnp.zeros_like(pending.count))
     row_B = _rows_of(table, len(slots.active))
     policy_states = (cache.states,) if cache.features else ()
     state = drafting.begin((constants, policy_states), draft_cache, _at_rest(table, slots))
-    active_before, emitted_before_B = jnp.sum(slots.active), slots.emitted
-    max_length, M = jnp.minimum(depth + 1, N), shape.num_nodes
+    active_before = jnp.sum(slots.active)
+    emitted_before_B = slots.emitted
+    max_length = jnp.minimum(depth + 1, N)
+    M = shape.num_nodes
 
     def more(carry: tuple) -> jax.Array:
         r, _, _, slots, _, _, _ = carry
@@ -311,8 +315,10 @@ def _emitted(drawn_3BN: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _window(first: int, ends: RowEnds, tokens_BN: jax.Array, count_B: jax.Array) -> jax.Array:
     """Return the last W tokens of each row after a round that emitted `tokens_BN`."""
-    W, total_R = ends.tokens_BW.shape[1], ends.total_B
-    new_RN, count_R = tokens_BN[ends.slot_B], count_B[ends.slot_B]
+    W = ends.tokens_BW.shape[1]
+    total_R = ends.total_B
+    new_RN = tokens_BN[ends.slot_B]
+    count_R = count_B[ends.slot_B]
     start_R = jnp.maximum(total_R - W, first)
     at_RW = jnp.maximum(total_R + count_R - W, first)[:, None] + jnp.arange(W)
     old_RW = jnp.take_along_axis(ends.tokens_BW, jnp.clip(at_RW - start_R[:, None], 0, W - 1), 1)
@@ -347,8 +353,9 @@ def unpack_rounds(packed: jax.Array) -> list[DraftedRound]:
         if not kind_M.any():
             break
         slots_M = np.repeat(np.arange(B), N)
-        drawn = tokens_M, bits_M.view(np.float32), kind_M, slots_M, B
-        tokens_BN, logprobs_BN, count_B, _ = by_slot(*drawn)
+        tokens_BN, logprobs_BN, count_B, _ = by_slot(
+            tokens_M, bits_M.view(np.float32), kind_M, slots_M, B
+        )
         drafts_3BX = packed_6BN[3:, :, 1:].copy()
         drafts_3BX[1] -= 1
         drafted_B = (drafts_3BX[0] != PADDING).sum(axis=1, dtype=np.int32)

@@ -46,9 +46,11 @@ class CachedRows:
         """
         rows_A = self._rows(live)
         total_A = np.minimum(live.total_tokens_A, self.tokens_BS.shape[1]).astype(np.int32)
-        texts = live.tokens_BL, live.rows_A, total_A
-        agreed_A = _follow(*texts, rows_A, self.tokens_BS, self.filled_B)
-        at_A, drafted_A = self.drafted_at_B[rows_A], self.drafted_B[rows_A]
+        agreed_A = _follow(
+            live.tokens_BL, live.rows_A, total_A, rows_A, self.tokens_BS, self.filled_B
+        )
+        at_A = self.drafted_at_B[rows_A]
+        drafted_A = self.drafted_B[rows_A]
         seen_A = np.clip(total_A - at_A, 0, drafted_A)
         accepted_A = np.clip(agreed_A - at_A, 0, seen_A)
         self.drafted_B[rows_A] = 0
@@ -66,7 +68,8 @@ class CachedRows:
         self.tokens_BS[rows_A[a], total_A[a] + k] = tokens_AK[a, k]
         self.filled_B[rows_A] = total_A + count_A
         self.known_B[rows_A] = total_A + count_A - 1
-        self.drafted_at_B[rows_A], self.drafted_B[rows_A] = total_A, count_A
+        self.drafted_at_B[rows_A] = total_A
+        self.drafted_B[rows_A] = count_A
 
     def ended(self, live: LiveSlots) -> None:
         """Free the rows of these requests; each request must have a row."""
@@ -85,7 +88,8 @@ class CachedRows:
         order_B = np.lexsort((-self.known_B, self.owner_B == NO_OWNER, ~is_live_B))[:num_rows]
         if num_rows >= len(self):
             order_B = np.arange(len(self))
-        new, n = CachedRows(num_rows, num_positions), len(order_B)
+        new = CachedRows(num_rows, num_positions)
+        n = len(order_B)
         S = min(num_positions, self.tokens_BS.shape[1])
         new.tokens_BS[:n, :S] = self.tokens_BS[order_B, :S]
         for name in ("filled_B", "known_B", "owner_B", "drafted_at_B", "drafted_B"):
@@ -101,7 +105,8 @@ class CachedRows:
             b = self._best_free(tokens_T, live)
             self._row_of.pop(int(self.owner_B[b]), None)
             self._row_of[request_id] = b
-            self.owner_B[b], self.drafted_B[b] = request_id, 0
+            self.owner_B[b] = request_id
+            self.drafted_B[b] = 0
         return np.array([self._row_of[r] for r in live.request_ids_A.tolist()], np.int64)
 
     def _best_free(self, tokens_T: np.ndarray, live: LiveSlots) -> int:
@@ -118,11 +123,15 @@ def _follow(tokens_BL, rows_A, total_A, held_A, held_BS, filled_B):  # type: ign
     """Write request tokens to their rows; return the lengths of the shared prefixes."""
     agreed_A = np.zeros(len(rows_A), np.int32)
     for a in range(len(rows_A)):
-        text, held, b = tokens_BL[rows_A[a]], held_BS[held_A[a]], held_A[a]
-        k, end = 0, min(total_A[a], filled_B[b])
+        text = tokens_BL[rows_A[a]]
+        held = held_BS[held_A[a]]
+        b = held_A[a]
+        k = 0
+        end = min(total_A[a], filled_B[b])
         while k < end and text[k] == held[k]:
             k += 1
-        agreed_A[a], filled_B[b] = k, total_A[a]
+        agreed_A[a] = k
+        filled_B[b] = total_A[a]
         for t in range(k, total_A[a]):
             held[t] = text[t]
     return agreed_A
@@ -149,7 +158,8 @@ class RowPages:
     def __init__(self, num_rows: int, runner: Any) -> None:
         config = runner.config
         slot_pages, num_pages = (runner.slot_pages, runner.num_pages) if num_rows else (0, 0)
-        T, ways = config.page_tokens, runner.batch_ways
+        T = config.page_tokens
+        ways = runner.batch_ways
         self._table = PageTable(num_rows, slot_pages, num_pages, T, ways)
         self._num_positions = slot_pages * T
         self._ahead_tokens = max(config.max_nodes, config.rounds_per_fetch)
@@ -172,7 +182,8 @@ class RowPages:
 
     def _take_from(self, rows: CachedRows, needing: int, may_lose_B: np.ndarray) -> bool:
         """Release another row of the same part: preferably unowned, then the least full."""
-        part_B, held_B = self._table.part_B, self._table.held_B
+        part_B = self._table.part_B
+        held_B = self._table.held_B
         others = [
             row
             for row in np.nonzero(may_lose_B & (held_B > 0))[0].tolist()
@@ -180,17 +191,21 @@ class RowPages:
         ]
         if not others:
             return False
-        known_B, owner_B = rows.known_B, rows.owner_B
+        known_B = rows.known_B
+        owner_B = rows.owner_B
         self._release(rows, min(others, key=lambda r: (owner_B[r] != NO_OWNER, known_B[r])))
         return True
 
     def _release(self, rows: CachedRows, row: int) -> None:
         self._table.release(row)
-        rows.known_B[row], self.has_room_B[row], self._is_stale = 0, False, True
+        rows.known_B[row] = 0
+        self.has_room_B[row] = False
+        self._is_stale = True
 
     def take_rows(self, rows: CachedRows, row_X: np.ndarray) -> None:
         """Make row i the former row `row_X[i]`; further rows and rows of other parts are empty."""
-        before, ways = len(self._table), self._table.ways
+        before = len(self._table)
+        ways = self._table.ways
         part_B = np.arange(len(rows)) * ways // len(rows)
         keep_B = np.pad(row_X, (0, len(rows) - len(row_X)), constant_values=-1)
         keep_B = np.where(keep_B * ways // before == part_B, keep_B, -1)

@@ -80,8 +80,7 @@ class ChainDrafting:
         ends = dataclasses.replace(
             ends, max_B=jnp.minimum(ends.max_B, jnp.minimum(depth, max_tokens))
         )
-        args = params, state[0], ends, min_prob, key
-        cache, tokens_RX, prob_RX = _chains(self, *args, max_tokens)
+        cache, tokens_RX, prob_RX = _chains(self, params, state[0], ends, min_prob, key, max_tokens)
         parents_RX = jnp.broadcast_to(jnp.arange(max_tokens, dtype=jnp.int32) - 1, tokens_RX.shape)
         if self.scheme is not None:
             prob_X = jnp.take(mean_prob_K, jnp.arange(max_tokens), mode="clip")
@@ -110,10 +109,15 @@ def _chains(
     `max_B` draft tokens or a probability below `min_prob`; the rest is 0. Rows are not written
     beyond `max_B` draft tokens. Requires `total_B + max_B <= S`.
     """
-    config, scheme = drafting.config, drafting.scheme
-    K, S, total_B, max_B = max_tokens, cache.num_positions, ends.total_B, ends.max_B
+    config = drafting.config
+    scheme = drafting.scheme
+    K = max_tokens
+    S = cache.num_positions
+    total_B = ends.total_B
+    max_B = ends.max_B
     B = len(total_B)
-    keys_B, first_B = sampling.request_keys(key, ends.request_id_B), ends.starts(0, S)
+    keys_B = sampling.request_keys(key, ends.request_id_B)
+    first_B = ends.starts(0, S)
     hidden_BWD, cache = run_tokens(config, params, cache, ends.tokens_BW, first_B)
     last_B11 = jnp.maximum(total_B - first_B - 1, 0)[:, None, None]
     hidden_B1D = jnp.take_along_axis(hidden_BWD, last_B11, axis=1)
@@ -185,7 +189,8 @@ class DraftModelDrafter(CachingDrafter):
     runner model; `params` are on the runner devices.
     """
 
-    source, missing_tokens = Source.MODEL, MISSING_TOKENS
+    source = Source.MODEL
+    missing_tokens = MISSING_TOKENS
 
     def __init__(
         self,
@@ -200,13 +205,16 @@ class DraftModelDrafter(CachingDrafter):
     ) -> None:
         self.config = config or ChainConfig()
         self.depth = self.max_tokens = self.config.max_draft_tokens
-        self._params, self._sampling, self._key = params, sampling, key
+        self._params = params
+        self._sampling = sampling
+        self._key = key
         self._proposal = proposal
         # `reach` cuts chains with shared noise, since the model does not know their probabilities
         self._min_prob = self.config.min_prob if proposal == "likeliest" else 0.0
         drafting = ChainDrafting(model, sampling.scheme if proposal == "shared_noise" else None)
         self._held = DraftCache(model, _passes(self.config), drafting, runner)
-        self._drafting, self._argument = drafting, runner.argument
+        self._drafting = drafting
+        self._argument = runner.argument
         self._accepted_K = np.zeros(self.config.max_draft_tokens, np.int64)
         self._observed_K = np.zeros(self.config.max_draft_tokens, np.int64)
 
@@ -226,7 +234,8 @@ class DraftModelDrafter(CachingDrafter):
     def observe_chains(self, acceptance_A2: np.ndarray) -> None:
         """Count, by depth, chains accepted up to there, and chains with the next token accepted."""
         depth_K = np.arange(len(self._accepted_K))
-        accepted_A1, seen_A1 = acceptance_A2[:, :1], acceptance_A2[:, 1:]
+        accepted_A1 = acceptance_A2[:, :1]
+        seen_A1 = acceptance_A2[:, 1:]
         self._accepted_K += (depth_K < accepted_A1).sum(axis=0)
         self._observed_K += ((depth_K <= accepted_A1) & (depth_K < seen_A1)).sum(axis=0)
 
@@ -243,7 +252,8 @@ class DraftModelDrafter(CachingDrafter):
 
 def _passes(config: ChainConfig) -> PassSizes:
     """Return pass sizes with chunk widths that grow by a factor of 4, all above the window."""
-    widths, width = [config.chunk_tokens], config.chunk_tokens // 4
+    widths = [config.chunk_tokens]
+    width = config.chunk_tokens // 4
     while width > config.window_tokens:
         widths.append(width)
         width //= 4

@@ -61,7 +61,8 @@ def enumerate_cases(
     it, a second choice for each chain token, and the bits of the guess probability.
     """
     (params, _, key, _), _ = given
-    ends, K = unpack_ends(table_RX), enumeration.window
+    ends = unpack_ends(table_RX)
+    K = enumeration.window
     cases = _Cases(enumeration, params, ends, chain_RK, key)
     hidden_RZD, cache = cases.first_pass(cache)
     guess_RZF, prob_RZF = cases.guesses(hidden_RZD)
@@ -92,7 +93,9 @@ class _Cases:
 
     def first_pass(self, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """Run missing tokens and chains; return hidden states from the root on, [R, Z, D]."""
-        ends, W, K = self.ends, self.ends.tokens_BW.shape[1], self.enumeration.window
+        ends = self.ends
+        W = self.ends.tokens_BW.shape[1]
+        K = self.enumeration.window
         start_R = ends.starts(0, cache.num_positions)
         own_R1 = jnp.minimum(ends.total_B, W)[:, None]  # tokens before the chain
         at_RX = jnp.arange(W + K) - own_R1
@@ -106,7 +109,8 @@ class _Cases:
 
     def guesses(self, hidden_RZD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the likeliest tokens of each case, and their probabilities; [R, Z, F]."""
-        F, scheme = self.enumeration.fan_out, self.enumeration.drafting.scheme
+        F = self.enumeration.fan_out
+        scheme = self.enumeration.drafting.scheme
         logits_RZV = transformer.head(self.enumeration.drafting.config, self.params, hidden_RZD)
         processing = self.ends.processing
         temperature_RZ, top_k_RZ, top_p_RZ = processing.broadcast(hidden_RZD.shape[:2])
@@ -126,7 +130,8 @@ class _Cases:
     def chains(self, cache: KVCache, guess_RE: jax.Array, depth: jax.Array) -> jax.Array:
         """Return `depth` tokens after each guess, and second choices, then 0; [R, E, 2, K]."""
         R, E = guess_RE.shape
-        K, X = self.enumeration.window, self.enumeration.window * E
+        K = self.enumeration.window
+        X = self.enumeration.window * E
         model = self.enumeration.drafting.config
         shape = R, model.num_kv_heads, model.head_dim, X
         keys = pin(jnp.zeros(shape, cache.keys[0].dtype))
@@ -155,20 +160,23 @@ class _Cases:
         self, held: Any, columns: Any, token_RE: jax.Array, j: jax.Array
     ) -> tuple[jax.Array, Any]:
         """Run one node per branch, j tokens after its guess; return hidden states and columns."""
-        config, E = self.enumeration.drafting.config, token_RE.shape[1]
+        config = self.enumeration.drafting.config
+        E = token_RE.shape[1]
         total_R1 = self.ends.total_B[:, None]
         rope = rope_turns(config, total_R1 + self._case_E + j)
         seen_RES = jnp.arange(held[0][0].shape[-1]) < (total_R1 + self._case_E)[..., None]
         column_X = np.arange(columns[0][0].shape[-1])
         own_EX = (column_X % E == np.arange(E)[:, None]) & (column_X // E <= j)
         own_REX = jnp.broadcast_to(own_EX, (len(token_RE), *own_EX.shape))
-        x_RED, new = transformer.embed(self.params.embedding_VD, token_RE), []
+        x_RED = transformer.embed(self.params.embedding_VD, token_RE)
+        new = []
 
         def look(
             cached: tuple[jax.Array, jax.Array], beside: tuple[jax.Array, jax.Array]
         ) -> transformer.Attend:
             def attend(q_REHh: jax.Array, k_REKh: jax.Array, v_REKh: jax.Array) -> jax.Array:
-                k_RKhE, v_RKEh = k_REKh.transpose(0, 2, 3, 1), v_REKh.transpose(0, 2, 1, 3)
+                k_RKhE = k_REKh.transpose(0, 2, 3, 1)
+                v_RKEh = v_REKh.transpose(0, 2, 1, 3)
                 put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=j * E)
                 keys = pin(put(beside[0], k_RKhE.astype(beside[0].dtype), axis=KEY_AXIS))
                 values = put(beside[1], v_RKEh.astype(beside[1].dtype), axis=VALUE_AXIS)
@@ -222,7 +230,8 @@ class EnumeratingDraftModel(AheadDraftModel):
         After i accepted tokens there are F guesses with probabilities. Each guess has a chain of
         `depth` tokens with second choices; the rest is 0. `chain_AK` is padded with −1.
         """
-        held, inputs = self._held, (self.constants(), self.features())
+        held = self._held
+        inputs = (self.constants(), self.features())
         A, K = chain_AK.shape
         count_A = (chain_AK >= 0).sum(axis=1)
         rows_A, _ = held.follow(live, live, inputs)
@@ -230,8 +239,14 @@ class EnumeratingDraftModel(AheadDraftModel):
         chain_RK = np.full((len(held.rows), K), -1, np.int32)
         chain_RK[rows_A] = chain_AK
         enumeration = Enumeration(self._drafting, K, fan_out)
-        args = inputs, held.taken(), table_RX, self._argument(chain_RK), np.int32(depth)
-        held.arrays, packed = enumerate_cases(*args, enumeration=enumeration)
+        held.arrays, packed = enumerate_cases(
+            inputs,
+            held.taken(),
+            table_RX,
+            self._argument(chain_RK),
+            np.int32(depth),
+            enumeration=enumeration,
+        )
         self.note_drafts(live, rows_A, chain_AK, count_A.astype(np.int32))
         tokens_RZFN, second_RZFK, prob_RZF = unpack(packed)
         return tokens_RZFN[rows_A], second_RZFK[rows_A], prob_RZF[rows_A]

@@ -49,16 +49,17 @@ class TreeDrafting:
         (weights, _), [states] = given
         row_P, slot_P, first_P, tokens_PC = unpack_chunks(table_PX)
         at_P = first_P - FIRST_TOKEN
-        windows = states, slot_P, at_P, tokens_PC
-        k_PCKh, v_PCKh, _ = _entries(self.search.config, weights, *windows)
+        k_PCKh, v_PCKh, _ = _entries(self.search.config, weights, states, slot_P, at_P, tokens_PC)
         return _written(cache, row_P, at_P, k_PCKh, v_PCKh)
 
     def begin(self, given: Inputs, cache: KVCache, ends: RowEnds) -> State:
         (weights, _), [states] = given
-        at_rest, length_B = cache.num_positions + FIRST_TOKEN, ends.total_B - FIRST_TOKEN
+        at_rest = cache.num_positions + FIRST_TOKEN
+        length_B = ends.total_B - FIRST_TOKEN
         at_B = ends.starts(FIRST_TOKEN, at_rest) - FIRST_TOKEN
-        windows = states, ends.slot_B, at_B, ends.tokens_BW
-        k_BCKh, v_BCKh, g_BCD = _entries(self.search.config, weights, *windows)
+        k_BCKh, v_BCKh, g_BCD = _entries(
+            self.search.config, weights, states, ends.slot_B, at_B, ends.tokens_BW
+        )
         query_B11 = jnp.maximum(length_B - 1 - at_B, 0)[:, None, None]  # 0: an idle row
         cache = _written(cache, jnp.arange(len(at_B)), at_B, k_BCKh, v_BCKh)
         return cache, jnp.take_along_axis(g_BCD, query_B11, axis=1)[:, 0]
@@ -66,27 +67,47 @@ class TreeDrafting:
     def draft(
         self, constants: Constants, state: State, ends: RowEnds, depth: jax.Array, max_tokens: int
     ) -> tuple[KVCache, DraftTrees]:
-        (weights, key), (cache, g_RD) = constants, state
-        where = weights, cache, g_RD, ends, depth, key, max_tokens
-        return cache, tree_search.search_from(*where, search=self.search)
+        weights, key = constants
+        cache, g_RD = state
+        return cache, tree_search.search_from(
+            weights, cache, g_RD, ends, depth, key, max_tokens, search=self.search
+        )
 
     def absorb(self, constants: Constants, state: State, result: RoundResult) -> State:
         """Absorb the emitted nodes in batches of B, the number of slots."""
-        (weights, _), config = constants, self.search.config
+        weights, _ = constants
+        config = self.search.config
         pending, drawn, slots, row_B = result
-        B, [hidden_PW] = len(row_B), pending.features
+        B = len(row_B)
+        [hidden_PW] = pending.features
 
         def some(carry: tuple) -> tuple:
             done, cache, g_RD = carry
             nth_B = jnp.arange(B)
             at_B = jnp.take(pending.order_P, done + nth_B, mode="clip")
-            slot_B, position_B = pending.row_P[at_B], pending.position_P[at_B]
-            of_row_B, num_left = row_B[slot_B], jnp.minimum(pending.count - done, B)
-            windows = hidden_PW[at_B][:, None], drawn.tokens_M[at_B][:, None], position_B[:, None]
-            k_B1Kh, v_B1Kh, g_B1D = _entries_of(config, weights, *windows)
+            slot_B = pending.row_P[at_B]
+            position_B = pending.position_P[at_B]
+            of_row_B = row_B[slot_B]
+            num_left = jnp.minimum(pending.count - done, B)
+            k_B1Kh, v_B1Kh, g_B1D = _entries_of(
+                config,
+                weights,
+                hidden_PW[at_B][:, None],
+                drawn.tokens_M[at_B][:, None],
+                position_B[:, None],
+            )
             dtype = cache.keys[0].dtype
-            entries = (k_B1Kh[:, 0].astype(dtype),), (v_B1Kh[:, 0].astype(dtype),), ()
-            cache = cache.written(Pending(*entries, of_row_B, position_B, nth_B, num_left))
+            cache = cache.written(
+                Pending(
+                    (k_B1Kh[:, 0].astype(dtype),),
+                    (v_B1Kh[:, 0].astype(dtype),),
+                    (),
+                    of_row_B,
+                    position_B,
+                    nth_B,
+                    num_left,
+                )
+            )
             is_last_B = (nth_B < num_left) & (position_B == slots.length[slot_B] - 1)
             written_B = jnp.where(is_last_B, of_row_B, len(g_RD))
             return done + B, cache, g_RD.at[written_B].set(g_B1D[:, 0], mode="drop")
@@ -167,9 +188,12 @@ class EagleDrafter(CachingDrafter):
         runner: Runner,
         num_draft_tokens: int,
     ) -> None:
-        self.depth, self.max_tokens = tree.max_depth, num_draft_tokens
-        self._weights, self._states = weights, states
-        self._sampling, self._key = sampling, key
+        self.depth = tree.max_depth
+        self.max_tokens = num_draft_tokens
+        self._weights = weights
+        self._states = states
+        self._sampling = sampling
+        self._key = key
         shared_noise = tree.proposal == "shared_noise" and sampling.temperature > 0
         search = Search(config, tree.top_k, tree.max_depth, sampling.scheme, shared_noise)
         passes = PassSizes(search.window_tokens, (CHUNK_TOKENS,))

@@ -39,8 +39,10 @@ from reprise.spec.eagle.model import EagleParams, EagleWeights
 
 OURS = "reprise"
 Engine = Literal["sglang", "vllm"]
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-OFFSETS, MEMBERS = "d2t", "t2d"
+EMBEDDING = "embed_tokens.weight"
+HEAD = "lm_head.weight"
+OFFSETS = "d2t"
+MEMBERS = "t2d"
 _FC_BIAS = "fc.bias"
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -91,7 +93,9 @@ def entries(config: EagleConfig) -> list[Entry]:
 
 def companions(config: EagleConfig) -> dict[str, Entry]:
     """Return the additional tensors: copies from the policy, vocabulary map, zeros for SGLang."""
-    V, D, U = config.layer.vocab_size, config.layer.d_model, config.num_draft_ids
+    V = config.layer.vocab_size
+    D = config.layer.d_model
+    U = config.num_draft_ids
     tensors = {EMBEDDING: Entry(EMBEDDING, (V, D), ("vocab", "embed"))}
     if config.design == "eagle" and not config.fc_bias:
         tensors[_FC_BIAS] = Entry(_FC_BIAS, (D,), ("embed",))
@@ -155,7 +159,8 @@ def parse(
     `where` names the folder in errors. Raises ValueError for an unknown architecture, an
     unsupported option, a missing or malformed entry, or a drafter of another policy.
     """
-    design, ours = design_of(content, where), _object(content, OURS, where)
+    design = design_of(content, where)
+    ours = _object(content, OURS, where)
     if ours:
         own_head = ours.get("own_head")
         if not isinstance(own_head, bool):
@@ -163,7 +168,8 @@ def parse(
                 f"{where}: expected {OURS}.own_head as true or false, got {shown(own_head)}: "
                 f"write it, or leave {OURS} out whole"
             )
-    wide, aux = design == "eagle3", _object(content, "eagle_config", where)
+    wide = design == "eagle3"
+    aux = _object(content, "eagle_config", where)
     options = {
         **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer"), wide),
         "use_last_layernorm": wide,
@@ -302,7 +308,8 @@ def save(
     model.
     """
     config = drafter.config
-    own, tree = entries(config), jax.tree.structure(eagle.param_specs(config))
+    own = entries(config)
+    tree = jax.tree.structure(eagle.param_specs(config))
     leaves: list[Any] = list(hf_files.fitting_leaves(drafter.params, own, tree))
     extra = _companions(drafter, policy, engine)
     beside = [companions(config)[name] for name in extra]
@@ -332,7 +339,8 @@ def load(
     ids_U = _draft_ids(folder, stored, policy_config.vocab_size)
     if config.own_head and is_foreign and policy is not None:
         shared = eagle.frozen(policy, None if ids_U is None else jnp.asarray(ids_U))
-        head_UD, policy_UD = hf_files.read_tensor(stored[HEAD]), jax.device_get(shared.head_UD)
+        head_UD = hf_files.read_tensor(stored[HEAD])
+        policy_UD = jax.device_get(shared.head_UD)
         is_own = not np.array_equal(np.asarray(policy_UD).astype(head_UD.dtype), head_UD)
         config = dataclasses.replace(config, own_head=is_own)
     if not config.fc_bias and _FC_BIAS in stored and hf_files.read_tensor(stored[_FC_BIAS]).any():
@@ -379,7 +387,8 @@ def _companions(
     drafter: EagleWeights, policy: transformer.Params | None, engine: Engine
 ) -> dict[str, np.ndarray | jax.Array]:
     """Return the tensors to write in addition to the drafter weights, by name."""
-    config, ids_U = drafter.config, drafter.draft_ids_U
+    config = drafter.config
+    ids_U = drafter.draft_ids_U
     if (0 if ids_U is None else len(ids_U)) != config.draft_vocab_size:
         raise ValueError(f"expected draft_ids_U of {config.draft_vocab_size} tokens (None: 0)")
     tensors: dict[str, np.ndarray | jax.Array] = {}

@@ -104,7 +104,8 @@ def config_for(
 
 def param_specs(config: EagleConfig) -> EagleParams:
     """Return the tree of `ParamSpec` that initialisation, shardings and file names derive from."""
-    D, wide = config.layer.d_model, config.design == "eagle3"
+    D = config.layer.d_model
+    wide = config.design == "eagle3"
     [layer] = transformer.param_specs(config.layer).layers
     into = len(config.feature_layers) * D if wide else 2 * D
     norm = ParamSpec((D,), (None,), None) if wide else None
@@ -168,7 +169,8 @@ def layer_outputs(
 ) -> jax.Array:
     """Return o_t of entries (x_{t+1}, g_t) at rotary position t; `look` computes attention."""
     e_BTD = transformer.embed(embedding_VD, next_tokens_BT).astype(params.fc_DE.dtype)
-    g_BTD, eps = features_BTD.astype(e_BTD.dtype), config.layer.norm_eps
+    g_BTD = features_BTD.astype(e_BTD.dtype)
+    eps = config.layer.norm_eps
     if config.design == "eagle":
         x_BTD = looks_from = _fc(params, jnp.concatenate([e_BTD, g_BTD], axis=-1))
     else:

@@ -91,7 +91,8 @@ def _attend(
     start: int, end: int, q_BTHh: jax.Array, entries: Entries, sequence_BT: jax.Array
 ) -> jax.Array:
     """Attend from the entries start … end − 1 of the last step; [B, C, H, h]."""
-    positions, step = slice(start, end), len(entries) - 1
+    positions = slice(start, end)
+    step = len(entries) - 1
     (keys_BSKh, values_BSKh), *later = [(k[:, :end], v[:, :end]) for k, v in entries]
     # entry t attends to entry t − step + i of step i
     own = [
@@ -178,7 +179,8 @@ def draft_ids_of(frozen: SharedParams, tokens_BT: jax.Array) -> jax.Array:
     """Return the indices of policy tokens in the draft vocabulary, −1 for tokens outside."""
     if frozen.draft_ids_U is None:
         return tokens_BT
-    V, U = frozen.embedding_VD.shape[0], frozen.head_UD.shape[0]
+    V = frozen.embedding_VD.shape[0]
+    U = frozen.head_UD.shape[0]
     ids_V = jnp.full(V, -1, jnp.int32).at[frozen.draft_ids_U].set(jnp.arange(U, dtype=jnp.int32))
     return jnp.take(ids_V, jnp.maximum(tokens_BT, 0), mode="clip")
 
@@ -212,7 +214,9 @@ def _sliced(x: jax.Array, axis: int, num_chunks: int) -> jax.Array:
 
 
 Metrics = dict[str, jax.Array]
-MAX_GRAD_NORM, B1, B2 = 0.5, 0.9, 0.95  # of AdamW
+MAX_GRAD_NORM = 0.5
+B1 = 0.9
+B2 = 0.95  # of AdamW
 
 
 @struct.dataclass
@@ -243,7 +247,8 @@ def loss(
     is_auto = training.compute_dtype == "auto"
     dtype = frozen.head_UD.dtype if is_auto else jnp.dtype(training.compute_dtype)
     params = jax.tree.map(lambda p: p.astype(dtype), params)
-    terms, J = training.terms, training.terms.unroll_steps
+    terms = training.terms
+    J = training.terms.unroll_steps
     outputs_JBTD = unrolled_outputs(config, params, frozen.embedding_VD, batch, J)
     counts_JBT = _counts(batch, J)
     next_states_BTD = jnp.roll(batch.hidden_BTW[..., -config.layer.d_model :], -1, axis=1)
@@ -261,7 +266,8 @@ def loss(
     num_J = jnp.sum(counts_JBT, axis=(1, 2))
     decay_J = terms.unroll_decay ** jnp.arange(J, dtype=jnp.float32)
     share_J = decay_J / jnp.maximum(num_J, 1)
-    token_loss, feature_loss = share_J @ sums["loss"], jnp.zeros((), jnp.float32)
+    token_loss = share_J @ sums["loss"]
+    feature_loss = jnp.zeros((), jnp.float32)
     if config.design == "eagle":
         feature_loss = share_J @ feature_sums(outputs_JBTD, next_states_BTD, counts_JBT)
     total = terms.feature_weight * feature_loss + terms.token_weight * token_loss
@@ -345,6 +351,7 @@ def _check_fit(config: EagleConfig, training: DrafterTrainingConfig, frozen: Sha
             f"expected a drafter of design {training.design} for variant={training.variant!r}, "
             f"got {config.design}: change the drafter's design or DrafterTraining.variant"
         )
-    num_rows, V = frozen.head_UD.shape[0], frozen.embedding_VD.shape[0]
+    num_rows = frozen.head_UD.shape[0]
+    V = frozen.embedding_VD.shape[0]
     assert num_rows == config.num_draft_ids, "not the policy's head over the draft tokens"
     assert num_rows == V or frozen.draft_ids_U is not None, "a head over some tokens needs a map"

@@ -134,14 +134,17 @@ def _windows(sequences: Sequence[HiddenStates], row_tokens: int) -> list[_Window
 def _batch(
     sequences: Sequence[HiddenStates], rows: list[list[_Window]], num_rows: int, row_tokens: int
 ) -> DrafterBatch:
-    shape, states = (num_rows, row_tokens), sequences[0].hidden_TW
+    shape = (num_rows, row_tokens)
+    states = sequences[0].hidden_TW
     tokens_BT, positions_BT, sequence_BT = (np.zeros(shape, np.int32) for _ in range(3))
     hidden_BTW = np.zeros((*shape, states.shape[1]), states.dtype)
     counts_BT = np.zeros(shape, np.bool_)
     for b, row in enumerate(rows):
         end = 0
         for number, window in enumerate(row, 1):
-            source, begin, end = sequences[window.index], end, end + window.num_tokens
+            source = sequences[window.index]
+            begin = end
+            end = end + window.num_tokens
             tokens_BT[b, begin:end] = source.tokens_T[window.start : window.stop]
             # hidden states of the last column are not used, even if a cut window has them
             hidden_BTW[b, begin : end - 1] = source.hidden_TW[window.start : window.stop - 1]
@@ -187,7 +190,8 @@ class DataBuffer:
         self._steps: dict[int, list[HiddenStates]] = {}
         self._newest_step = -1
         self._num_bytes = 0
-        self._width, self._dtype = 0, np.dtype(np.float32)  # of the newest sequence
+        self._width = 0
+        self._dtype = np.dtype(np.float32)  # of the newest sequence
         self._marked = self._books()
 
     @property
@@ -236,7 +240,8 @@ class DataBuffer:
                 f"expected states of {T - 1} tokens and a prompt of at most {T}, got "
                 f"{len(sequence.hidden_TW)} and {sequence.prompt_tokens}"
             )
-        num_tokens, width = len(sequence.tokens_T), sequence.hidden_TW.shape[1]
+        num_tokens = len(sequence.tokens_T)
+        width = sequence.hidden_TW.shape[1]
         dtype = sequence.hidden_TW.dtype
         num_bytes = _num_bytes(num_tokens, width, dtype)
         with self._lock:
@@ -245,7 +250,8 @@ class DataBuffer:
                     f"expected hidden states of width {self._width} in {self._dtype}, as the "
                     f"buffer holds, got width {width} in {dtype}: use a buffer for each policy"
                 )
-            self._width, self._dtype = width, dtype
+            self._width = width
+            self._dtype = dtype
             self._move_on(step)
             evicted = self._evicted_for(num_tokens, num_bytes, step)
             if evicted is None:
@@ -254,7 +260,8 @@ class DataBuffer:
             for held_step, count in evicted.items():
                 self._evict(held_step, count)
             # make room before the copy, so that the bound holds at every moment
-            own, held = _owned(sequence), self._steps.setdefault(step, [])
+            own = _owned(sequence)
+            held = self._steps.setdefault(step, [])
             if step < self._newest_step:
                 bisect.insort(held, own, key=_length)
             else:
@@ -328,9 +335,12 @@ class DataBuffer:
         dtype = np.dtype(state["dtype"])
         with self._lock:
             self._steps.clear()
-            self._num_bytes, self._newest_step = 0, -1
-            self._width, self._dtype = state["width"], dtype
-        self.dropped, self.evicted = state["dropped"], state["evicted"]
+            self._num_bytes = 0
+            self._newest_step = -1
+            self._width = state["width"]
+            self._dtype = dtype
+        self.dropped = state["dropped"]
+        self.evicted = state["evicted"]
         names = ("tokens", "prompt_tokens", "caught", "policy_versions", "steps")
         for tokens, prompt, raw, version, step in zip(*(state[n] for n in names), strict=True):
             self.add(HiddenStates(tokens, prompt, raw.view(dtype), version), step)
@@ -393,7 +403,8 @@ def _num_bytes(num_tokens: int, width: int, dtype: np.dtype) -> int:
 
 def _first(sequences: Sequence[HiddenStates], num_tokens: float) -> list[HiddenStates]:
     """Return the fewest leading sequences with `num_tokens` tokens, or all sequences."""
-    count, total = 0, 0
+    count = 0
+    total = 0
     while count < len(sequences) and total < num_tokens:
         total += _length(sequences[count])
         count += 1
@@ -406,5 +417,6 @@ def _owned(sequence: HiddenStates) -> HiddenStates:
     hidden_TW = np.array(sequence.hidden_TW, order="C")
     tokens_T.setflags(write=False)
     hidden_TW.setflags(write=False)
-    prompt_tokens, version = int(sequence.prompt_tokens), int(sequence.policy_version)
+    prompt_tokens = int(sequence.prompt_tokens)
+    version = int(sequence.policy_version)
     return HiddenStates(tokens_T, prompt_tokens, hidden_TW, version)

@@ -91,7 +91,8 @@ def search_from(
     last_B = ends.total_B - 1 - ends.starts(FIRST_TOKEN, at_rest)
     tokens_B1 = jnp.take_along_axis(ends.tokens_BW, jnp.maximum(last_B, 0)[:, None], axis=1)
     o_B1D = drafter.root(tokens_B1, g_BD[:, None])
-    level, columns = jnp.int32(1), drafter.columns(search.num_columns)
+    level = jnp.int32(1)
+    columns = drafter.columns(search.num_columns)
     _, _, _, pool = jax.lax.while_loop(
         lambda carry: carry[0] < depth,
         lambda carry: (carry[0] + 1, *drafter.expand(*carry)),
@@ -167,7 +168,8 @@ class _Columns:
     ) -> _Columns:
         """Return the columns with N nodes of each row written from `column` on."""
         put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=column)
-        k_BKhN, v_BKNh = k_BNKh.transpose(0, 2, 3, 1), v_BNKh.transpose(0, 2, 1, 3)
+        k_BKhN = k_BNKh.transpose(0, 2, 3, 1)
+        v_BKNh = v_BNKh.transpose(0, 2, 1, 3)
         return _Columns(
             pin(put(self.keys, k_BKhN.astype(self.keys.dtype), axis=KEY_AXIS)),
             pin(put(self.values, v_BKNh.astype(self.values.dtype), axis=VALUE_AXIS)),
@@ -193,12 +195,12 @@ class _Drafting:
 
     def columns(self, size: int) -> _Columns:
         """Return empty columns."""
-        B, layer = len(self.ends.total_B), self.search.config.layer
-        K, h = layer.num_kv_heads, layer.head_dim
-        keys, values = (
-            jnp.zeros((B, K, h, size), self.dtype),
-            jnp.zeros((B, K, size, h), self.dtype),
-        )
+        B = len(self.ends.total_B)
+        layer = self.search.config.layer
+        K = layer.num_kv_heads
+        h = layer.head_dim
+        keys = jnp.zeros((B, K, h, size), self.dtype)
+        values = jnp.zeros((B, K, size, h), self.dtype)
         parents_BX = jnp.full((B, size), -1, jnp.int32)
         return _Columns(pin(keys), pin(values), parents_BX)
 
@@ -222,8 +224,10 @@ class _Drafting:
         pages = self.cached
         if not pages.for_cpu or not is_in_order(self.dtype, pages.values_PKTh, for_cpu=True):
             return portable()
-        (B, X), N = new.parents_BX.shape, q_BNHh.shape[1]
-        b_B1, x_X = jnp.arange(B, dtype=jnp.int32)[:, None], jnp.arange(X)
+        B, X = new.parents_BX.shape
+        N = q_BNHh.shape[1]
+        b_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
+        x_X = jnp.arange(X)
         asks_BX = (x_X >= first) & (x_X < first + N) & (self.ends.max_B > 0)[:, None]
         after = After(
             row_X=jnp.where(asks_BX, b_B1, -1).reshape(-1),
@@ -236,7 +240,8 @@ class _Drafting:
             x_BXHh = jax.lax.dynamic_update_slice_in_dim(x_BXHh, x_BNHh, first, axis=1)
             return x_BXHh.reshape(B * X, *x_BNHh.shape[2:])
 
-        k_BXKh, v_BXKh = new.keys.transpose(0, 3, 1, 2), new.values.transpose(0, 2, 1, 3)
+        k_BXKh = new.keys.transpose(0, 3, 1, 2)
+        v_BXKh = new.values.transpose(0, 2, 1, 3)
         k_XKh, v_XKh = (x.reshape(B * X, *x.shape[2:]) for x in (k_BXKh, v_BXKh))
         out_XHh = pages.of_new(of_all(q_BNHh), k_XKh, v_XKh, after, lambda: of_all(portable()))
         out_BXHh = out_XHh.reshape(B, X, *out_XHh.shape[1:])
@@ -246,9 +251,11 @@ class _Drafting:
         self, tokens_BN: jax.Array, g_BND: jax.Array, position_B: jax.Array, look: Attend
     ) -> jax.Array:
         positions_BN = jnp.broadcast_to(position_B[:, None], tokens_BN.shape)
-        params, embedding_VD = self.weights.params, self.weights.frozen.embedding_VD
-        shared = self.search.config, params, embedding_VD
-        return eagle.layer_outputs(*shared, tokens_BN, g_BND, positions_BN, look)
+        params = self.weights.params
+        embedding_VD = self.weights.frozen.embedding_VD
+        return eagle.layer_outputs(
+            self.search.config, params, embedding_VD, tokens_BN, g_BND, positions_BN, look
+        )
 
     def root(self, tokens_B1: jax.Array, g_B1D: jax.Array) -> jax.Array:
         """Return the outputs of the last entries; the cache already has their keys and values."""
@@ -266,7 +273,8 @@ class _Drafting:
 
     def children(self, level: jax.Array, o_BND: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the likeliest draft tokens after each node, and their log-probs; [B, N, K]."""
-        weights, temperature_B = self.weights, self.ends.processing.temperature
+        weights = self.weights
+        temperature_B = self.ends.processing.temperature
         logits_BNU = eagle.logits(self.search.config, weights.params, weights.frozen.head_UD, o_BND)
         if self.search.shared_noise:
             logprob_BNU = self._shared_noise_logprobs(logits_BNU, level)
@@ -278,9 +286,11 @@ class _Drafting:
 
     def first(self, o_B1D: jax.Array) -> tuple[_Beams, _Pool]:
         """Return the draft tokens for the next position, as beams and as a pool."""
-        B, K = len(o_B1D), self.search.num_children
+        B = len(o_B1D)
+        K = self.search.num_children
         at_B1K, logprob_B1K = self.children(jnp.int32(0), o_B1D)
-        at_BK, sum_BK = at_B1K[:, 0], logprob_B1K[:, 0]
+        at_BK = at_B1K[:, 0]
+        sum_BK = logprob_B1K[:, 0]
         pool = _Pool.empty(B, K + (self.search.max_depth - 1) * K * K)
         beams = _Beams(
             at_BK=at_BK,
@@ -297,7 +307,8 @@ class _Drafting:
     ) -> tuple[_Columns, _Beams, _Pool]:
         """Expand the K beams by K children each; the best K children are the next beams."""
         B, K, X = beams.above_BKX.shape
-        column, first = (level - 1) * K, K + (level - 1) * K * K
+        column = (level - 1) * K
+        first = K + (level - 1) * K * K
         seen_BKX = beams.above_BKX | (jnp.arange(X) == column + jnp.arange(K)[:, None])
         written = [columns]
 
@@ -314,7 +325,8 @@ class _Drafting:
         tokens_BK = _policy_ids(beams.at_BK, self.weights.frozen.draft_ids_U)
         o_BKD = self.outputs(tokens_BK, beams.g_BKD, self.last_B + level, look)
         at_BKK, logprob_BKK = self.children(level, o_BKD)
-        at_BP, sum_BP = at_BKK.reshape(B, -1), beams.sum_BK[:, :, None] + logprob_BKK
+        at_BP = at_BKK.reshape(B, -1)
+        sum_BP = beams.sum_BK[:, :, None] + logprob_BKK
         sum_BP = sum_BP.reshape(B, -1)
         pool = pool.add(first, at_BP, jnp.repeat(beams.index_BK, K, axis=1), sum_BP)
         best_BK, chosen_BK = jax.lax.top_k(sum_BP, K)
@@ -331,7 +343,8 @@ class _Drafting:
 
     def _shared_noise_logprobs(self, logits_BNU: jax.Array, level: jax.Array) -> jax.Array:
         """Return log `SHARED_NOISE_PROB` for the drawn token; the other tokens share the rest."""
-        (B, N, U), ids_U = logits_BNU.shape, self.weights.frozen.draft_ids_U
+        B, N, U = logits_BNU.shape
+        ids_U = self.weights.frozen.draft_ids_U
         ends = self.ends
         temperature_BN, top_k_BN, top_p_BN = ends.processing.broadcast((B, N))
         processed_BNU = sampling.processed_logits(logits_BNU, temperature_BN, top_k_BN, top_p_BN)

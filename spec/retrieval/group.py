@@ -36,7 +36,8 @@ class DraftServer:
 
     def __init__(self, group_size: int = 0) -> None:
         self.num_drafters = 0
-        self._lock, self._group_size = threading.Lock(), group_size
+        self._lock = threading.Lock()
+        self._group_size = group_size
         self._texts: dict[int, dict[int, array[int]]] = {}  # of each group, by request
         self._ended: collections.defaultdict[int, set[int]] = collections.defaultdict(set)
         self._over: set[int] = set()
@@ -110,7 +111,8 @@ class GroupDrafter(Drafter):
     def __init__(
         self, rule: ProposalRule = RULE, update_tokens: int = 4, server: DraftServer | None = None
     ) -> None:
-        self._server, self._update_tokens = server or DraftServer(), update_tokens
+        self._server = server or DraftServer()
+        self._update_tokens = update_tokens
         self._server.num_drafters += 1
         self._tail = rule.longest
         self._forest = SuffixForest(rule.context_tokens)
@@ -139,7 +141,8 @@ class GroupDrafter(Drafter):
     def catch_up(self, live: LiveSlots) -> None:
         self._tell(live)
         self.wait()
-        messages, self._messages = self._messages, []
+        messages = self._messages
+        self._messages = []
         self._exchange(messages)  # on this thread: `propose` would wait anyway
 
     def _tell(self, live: LiveSlots) -> None:
@@ -149,8 +152,9 @@ class GroupDrafter(Drafter):
 
     def finished(self, live: LiveSlots) -> None:
         self._send(live, 1)
-        ended = live.group_ids_A.tolist(), live.request_ids_A.tolist()
-        self._messages.append(partial(self._server.end, *ended))
+        self._messages.append(
+            partial(self._server.end, live.group_ids_A.tolist(), live.request_ids_A.tolist())
+        )
         self._forget(live)
 
     def left(self, live: LiveSlots) -> None:
@@ -167,7 +171,8 @@ class GroupDrafter(Drafter):
         first_A = np.maximum(live.prompt_tokens_A - self._tail, 0)
         which_A = self._index.of(live)
         self._sent_F = with_room(self._sent_F, self._index.size, 0)
-        sent_A, length_A = self._sent_F[which_A], live.total_tokens_A - first_A
+        sent_A = self._sent_F[which_A]
+        length_A = live.total_tokens_A - first_A
         chosen_U = np.nonzero(length_A - sent_A >= at_least)[0]
         if not len(chosen_U):
             return
@@ -189,7 +194,8 @@ class GroupDrafter(Drafter):
         """Submit a task that sends the gathered messages and indexes new sibling tokens."""
         if self._messages:
             self.wait()
-            messages, self._messages = self._messages, []
+            messages = self._messages
+            self._messages = []
             self._work = self._thread.submit(self._exchange, messages)
 
     # -- in the thread -----------------------------------------------------------------
@@ -207,7 +213,8 @@ class GroupDrafter(Drafter):
         """Follow these groups from now on."""
         for group in set(group_ids) - self._seen.keys():
             self._trees[group] = self._forest.plant()
-            self._sequences[group], self._seen[group] = {}, {}
+            self._sequences[group] = {}
+            self._seen[group] = {}
 
     def _add(self, pieces: Sequence[Piece]) -> None:
         """Add fetched pieces to the index; each request has a separate sequence."""

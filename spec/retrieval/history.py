@@ -97,7 +97,8 @@ class GrowingHistory:
     """
 
     def __init__(self, max_tokens: int, rule: ProposalRule = RULE) -> None:
-        self._max_tokens, self._longest = max_tokens, rule.longest
+        self._max_tokens = max_tokens
+        self._longest = rule.longest
         self._forest = SuffixForest(rule.context_tokens)
         self._prompts = collections.OrderedDict[bytes, int]()  # trees, the most recently used last
         self._numbers: dict[bytes, int] = {}  # of running groups, by prompt
@@ -179,8 +180,12 @@ class HistoryDrafter(Drafter):
         for followers, trees in self._parts:
             own_A = np.isin(live.group_ids_A, list(trees))
             if own_A.any():
-                args = live.take(own_A), trees, max_nodes_A[own_A], max_nodes
-                drafts.put(own_A, followers.propose_by_group(*args))
+                drafts.put(
+                    own_A,
+                    followers.propose_by_group(
+                        live.take(own_A), trees, max_nodes_A[own_A], max_nodes
+                    ),
+                )
         return drafts
 
     def finished(self, live: LiveSlots) -> None:
@@ -189,7 +194,8 @@ class HistoryDrafter(Drafter):
 
 
 REACH = 16  # distance of the search for the last two tokens in the old response, either way
-FOUND, LOST = 0.95, 0.5  # probability of the first draft token, with and without a match
+FOUND = 0.95
+LOST = 0.5  # probability of the first draft token, with and without a match
 NEXT = 0.98  # factor per further draft token
 
 
@@ -238,21 +244,24 @@ def _continue(  # type: ignore[no-untyped-def]
         f = which_A[a]
         if f < 0:
             continue
-        row, end = tokens_BL[rows_A[a]], total_tokens_A[a]
+        row = tokens_BL[rows_A[a]]
+        end = total_tokens_A[a]
         emitted = end - prompt_tokens_A[a]
         is_match = emitted == 0 or _matches(row, end, emitted, texts, f, texts.shift_F[f], 1)
         if not is_match:
             for step in range(1, 2 * REACH + 1):  # +1, −1, +2, −2, …
                 shift = texts.shift_F[f] + ((step + 1) // 2 if step % 2 else -(step // 2))
                 if _matches(row, end, emitted, texts, f, shift, 2):
-                    texts.shift_F[f], is_match = shift, True
+                    texts.shift_F[f] = shift
+                    is_match = True
                     break
         at = emitted + texts.shift_F[f]
         prob = FOUND if is_match else LOST
         for n in range(min(max_A[a], out.tokens_AN.shape[1])):
             if at + n < 0 or at + n >= texts.length_F[f]:
                 break
-            out.tokens_AN[a, n], out.parents_AN[a, n] = texts.tokens_FL[f, at + n], n - 1
+            out.tokens_AN[a, n] = texts.tokens_FL[f, at + n]
+            out.parents_AN[a, n] = n - 1
             out.prob_AN[a, n] = prob
             prob *= NEXT
             out.count_A[a] = n + 1

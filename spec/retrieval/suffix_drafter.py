@@ -26,7 +26,9 @@ class RequestFollowers:
     """One follower per live request in a forest, and drafts from the matches of followers."""
 
     def __init__(self, forest: SuffixForest, rule: ProposalRule, source: Source) -> None:
-        self._forest, self._rule, self._source = forest, rule, source
+        self._forest = forest
+        self._rule = rule
+        self._source = source
         self._followers = Followers.of([])
         self._index = RequestIndex()
 

@@ -64,7 +64,8 @@ class SuffixForest:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle, without lock and spare rows; `states` includes `weights`."""
-        arena, (num_states, num_edges) = self._arena, self._arena.pools[:, kernels.TAKEN].tolist()
+        arena = self._arena
+        num_states, num_edges = self._arena.pools[:, kernels.TAKEN].tolist()
         used = {"states": arena.states[:num_states], "edges": arena.edges[:num_edges]}
         arena = arena._replace(**used, weights=arena.weights[:0])
         return {**vars(self), "_arena": arena, "_lock": None}
@@ -118,7 +119,8 @@ class SuffixForest:
 
     def append_batch(self, sequences_S: Any, tokens_T: Any, offsets_S: Any) -> None:
         """Append `tokens_T[offsets_S[s]:offsets_S[s + 1]]` to each sequence s, in order."""
-        ids_S, offsets_S = _integers(sequences_S), _integers(offsets_S)
+        ids_S = _integers(sequences_S)
+        offsets_S = _integers(offsets_S)
         fits = len(offsets_S) == len(ids_S) + 1 and offsets_S[-1] <= len(tokens_T)
         assert fits, f"{len(offsets_S)} offsets of {len(ids_S)} sequences, {len(tokens_T)} tokens"
         with self._lock:
@@ -148,10 +150,19 @@ class SuffixForest:
         """
         longest = self.max_context if longest is None else longest
         which_F = _which(followers, which_F)
-        texts = _writable(tokens_BL), _integers(rows_F), _integers(lengths_F)
-        trees_F, state_FX = followers.trees_F, followers.state_FX
+        trees_F = followers.trees_F
+        state_FX = followers.state_FX
         with self._lock:
-            bad = queries.follow(self._arena, longest, which_F, trees_F, state_FX, *texts)
+            bad = queries.follow(
+                self._arena,
+                longest,
+                which_F,
+                trees_F,
+                state_FX,
+                _writable(tokens_BL),
+                _integers(rows_F),
+                _integers(lengths_F),
+            )
         assert bad == kernels.NONE, f"follower {which_F[bad]}: it, its tree or its text is missing"
 
     def propose(
@@ -163,12 +174,20 @@ class SuffixForest:
         which_F: Any = None,
     ) -> None:
         """Write draft tokens of follower `which_F[f]`, likeliest first, into row f of `out`."""
-        which_F, max_nodes_F = _which(followers, which_F), _integers(max_nodes_F)
-        limits = tuple(rule), min(rule.context_tokens, self.max_context)
-        which = which_F, followers.trees_F, followers.state_FX, max_nodes_F
+        which_F = _which(followers, which_F)
+        max_nodes_F = _integers(max_nodes_F)
         assert len(max_nodes_F) == len(which_F) <= len(out.count_A), "a limit and a row each"
         with self._lock:
-            bad = queries.propose(self._arena, *limits, *which, out)
+            bad = queries.propose(
+                self._arena,
+                tuple(rule),
+                min(rule.context_tokens, self.max_context),
+                which_F,
+                followers.trees_F,
+                followers.state_FX,
+                max_nodes_F,
+                out,
+            )
         assert bad == kernels.NONE, f"follower {which_F[bad]}: it or its tree is missing"
 
     def draft(
@@ -239,7 +258,8 @@ class SuffixForest:
 
     def _free_row(self, name: str) -> int:
         """Take a free row of `trees` or `sequences`, growing the array if it is full."""
-        free, old = self._free[name], len(getattr(self._arena, name))
+        free = self._free[name]
+        old = len(getattr(self._arena, name))
         if not free:
             self._grow_rows(name, old + 1)
             free += range(old, len(getattr(self._arena, name)))

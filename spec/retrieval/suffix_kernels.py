@@ -137,12 +137,16 @@ def _insert(table, code, edge):
 @inlined
 def _add_edge(a, state, token, target):
     """Add an edge to `state`, which has no edge with this token."""
-    states, edges = a.states, a.edges
+    states = a.states
+    edges = a.edges
     if states[state, TOKEN] == NONE:
-        states[state, TOKEN], states[state, TARGET] = token, target
+        states[state, TOKEN] = token
+        states[state, TARGET] = target
         return
     edge = _take(a.pools, EDGE_POOL, edges, NEXT_EDGE)
-    edges[edge, SOURCE], edges[edge, LABEL], edges[edge, GOAL] = state, token, target
+    edges[edge, SOURCE] = state
+    edges[edge, LABEL] = token
+    edges[edge, GOAL] = target
     edges[edge, NEXT_EDGE] = states[state, MORE]
     states[state, MORE] = edge
     _insert(a.table, _hash(state, token), edge)
@@ -159,7 +163,9 @@ def _redirect(a, state, token, target):
 @part
 def _drop_edges(a, state):
     """Free the listed edges of `state`, closing gaps in the table (backward shift)."""
-    states, edges, table = a.states, a.edges, a.table
+    states = a.states
+    edges = a.edges
+    table = a.table
     mask = table.shape[0] - 1
     edge = np.int64(states[state, MORE])
     while edge != NONE:
@@ -195,7 +201,9 @@ def rehash(old, new):
 def _new_state(a, tree, length):
     states = a.states
     state = _take(a.pools, STATE_POOL, states, NEXT)
-    states[state, LENGTH], states[state, COUNT], a.weights[state, WEIGHT] = length, 0, 0.0
+    states[state, LENGTH] = length
+    states[state, COUNT] = 0
+    a.weights[state, WEIGHT] = 0.0
     states[state, LINK] = states[state, TOKEN] = states[state, MORE] = NONE
     states[state, NEXT] = a.trees[tree, STATES]
     a.trees[tree, STATES] = state
@@ -276,24 +284,29 @@ def _mark(states, weights, root, node, weight):
 @part
 def _grow(a, depth, sequence, tokens, start, stop):
     """Append `tokens[start:stop]` to a sequence."""
-    states, weights, trees = a.states, a.weights, a.trees
+    states = a.states
+    weights = a.weights
+    trees = a.trees
     tree = a.sequences[sequence, TREE]
     root = trees[tree, ROOT]
     weight = a.rates[sequence]
-    last, node = a.sequences[sequence, LAST], a.sequences[sequence, NODE]
+    last = a.sequences[sequence, LAST]
+    node = a.sequences[sequence, NODE]
     matched = a.sequences[sequence, MATCHED]
     for i in range(start, stop):
         token = tokens[i]
         last = _extend(a, tree, last, token)
         if states[states[last, LINK], LENGTH] < depth:
-            node, matched = last, min(np.int64(states[last, LENGTH]), depth)
+            node = last
+            matched = min(np.int64(states[last, LENGTH]), depth)
         else:
             # `last` represents only longer contexts. If a split has left `node` on the longer
             # part, `trim` moves up to the right state.
             node = child_of(a, node, token)
             node, matched = trim(states, node, matched + 1, depth)
         _mark(states, weights, root, node, weight)
-    a.sequences[sequence, LAST], a.sequences[sequence, NODE] = last, node
+    a.sequences[sequence, LAST] = last
+    a.sequences[sequence, NODE] = node
     a.sequences[sequence, MATCHED] = matched
     states[root, COUNT] += stop - start
     weights[root, WEIGHT] += weight * (stop - start)
@@ -303,7 +316,8 @@ def _grow(a, depth, sequence, tokens, start, stop):
 @kernel
 def plant(a, tree):
     """Create the root of an empty tree."""
-    a.trees[tree, STATES], a.trees[tree, GROWN] = NONE, 0
+    a.trees[tree, STATES] = NONE
+    a.trees[tree, GROWN] = 0
     a.trees[tree, ROOT] = _new_state(a, tree, 0)
 
 

@@ -138,14 +138,19 @@ def follow(
     for f in range(len(which_F)):
         if not (0 <= which_F[f] < len(ids_F) and 0 <= rows_F[f] < B and 0 <= lengths_F[f] <= L):
             return f
-        follower, tree = followers_FX[which_F[f]], ids_F[which_F[f]]
+        follower = followers_FX[which_F[f]]
+        tree = ids_F[which_F[f]]
         if tree == k.NONE:
             continue
         row = _row_of(a.trees, tree)
         if row == k.NONE:
             return f
-        root, text_L, length = a.trees[row, k.ROOT], tokens_BL[rows_F[f]], lengths_F[f]
-        node, matched, start = follower[k.AT], follower[k.MATCH], follower[k.POSITION]
+        root = a.trees[row, k.ROOT]
+        text_L = tokens_BL[rows_F[f]]
+        length = lengths_F[f]
+        node = follower[k.AT]
+        matched = follower[k.MATCH]
+        start = follower[k.POSITION]
         restart = start < 0 or start > length or length - start >= max_length
         if not restart and follower[k.SEEN_GROWN] != a.trees[row, k.GROWN]:
             node = _settle(a.states, node, matched)
@@ -154,10 +159,14 @@ def follow(
                 a, root, node, matched, follower, last_token
             )
         if restart:
-            node, matched, start = root, np.int64(0), max(0, length - max_length)
+            node = root
+            matched = np.int64(0)
+            start = max(0, length - max_length)
         for i in range(start, length):
             node, matched = _step(a, root, node, matched, text_L[i], max_length)
-        follower[k.AT], follower[k.MATCH], follower[k.POSITION] = node, matched, length
+        follower[k.AT] = node
+        follower[k.MATCH] = matched
+        follower[k.POSITION] = length
         follower[k.SEEN_GROWN] = a.trees[row, k.GROWN]
         follower[k.SEEN] = a.states[node, k.COUNT]
     return k.NONE
@@ -176,8 +185,12 @@ def _before(value, count, token, other_value, other_count, other_token):
 @part
 def _next_child(a, by_weight, node, after_value, after_count, after_token):
     """Return (state, value, token) of the next best child with a count; state may be NONE."""
-    state, value, count, token = np.int64(k.NONE), 0.0, np.int64(0), np.int64(0)
-    target, label = np.int64(a.states[node, k.TARGET]), np.int64(a.states[node, k.TOKEN])
+    state = np.int64(k.NONE)
+    value = 0.0
+    count = np.int64(0)
+    token = np.int64(0)
+    target = np.int64(a.states[node, k.TARGET])
+    label = np.int64(a.states[node, k.TOKEN])
     edge = np.int64(a.states[node, k.MORE])
     while label != k.NONE:
         seen = np.int64(a.states[target, k.COUNT])
@@ -186,10 +199,14 @@ def _next_child(a, by_weight, node, after_value, after_count, after_token):
             if _before(after_value, after_count, after_token, worth, seen, label) and (
                 state == k.NONE or _before(worth, seen, label, value, count, token)
             ):
-                state, value, count, token = target, worth, seen, label
+                state = target
+                value = worth
+                count = seen
+                token = label
         if edge == k.NONE:
             break
-        target, label = np.int64(a.edges[edge, k.GOAL]), np.int64(a.edges[edge, k.LABEL])
+        target = np.int64(a.edges[edge, k.GOAL])
+        label = np.int64(a.edges[edge, k.LABEL])
         edge = np.int64(a.edges[edge, k.NEXT_EDGE])
     return state, value, token
 
@@ -197,21 +214,25 @@ def _next_child(a, by_weight, node, after_value, after_count, after_token):
 @part
 def _enqueue(pool, size, room, prob):
     """Queue a draft token among the best `room`; return (its entry or NONE, the new size)."""
-    order_N, prob_N = pool.order_N, pool.prob_N
+    order_N = pool.order_N
+    prob_N = pool.prob_N
     if size == room:
         if prob <= prob_N[order_N[0]]:
             return np.int64(k.NONE), size
-        entry, i = order_N[0], 0
+        entry = order_N[0]
+        i = 0
         while i + 1 < size and prob_N[order_N[i + 1]] < prob:
             order_N[i] = order_N[i + 1]
             i += 1
     else:
-        entry, i = order_N[size], size
+        entry = order_N[size]
+        i = size
         while i > 0 and prob_N[order_N[i - 1]] >= prob:
             order_N[i] = order_N[i - 1]
             i -= 1
         size += 1
-    order_N[i], prob_N[entry] = entry, prob
+    order_N[i] = entry
+    prob_N[entry] = prob
     return entry, size
 
 
@@ -219,7 +240,10 @@ def _enqueue(pool, size, room, prob):
 def _expand(a, rule, max_length, node, matched, prob, parent, pool, size, room):
     """Queue the best children of a context; return (number with a count, the new size)."""
     total = a.states[node, k.COUNT] + rule.prior
-    value, count, token, num_children = np.inf, np.int64(0), np.int64(0), 0
+    value = np.inf
+    count = np.int64(0)
+    token = np.int64(0)
+    num_children = 0
     # If ranked by count, children come in order of descending probability, so the first `room`
     # are enough.
     while num_children < rule.max_children and (rule.by_weight or num_children < room):
@@ -235,16 +259,20 @@ def _expand(a, rule, max_length, node, matched, prob, parent, pool, size, room):
         if entry != k.NONE:
             draft = pool.draft_NX[entry]
             draft[_STATE], draft[_MATCHED] = trim(a.states, state, matched + 1, max_length)
-            draft[_TOKEN], draft[_PARENT] = token, parent
+            draft[_TOKEN] = token
+            draft[_PARENT] = parent
     return num_children, size
 
 
 @part
 def _draft(a, rule, max_length, root, node, matched, pool, room, out, f):
     """Write row f of `out`, best first, from a context or its longest suffix with children."""
-    tokens_N, parents_N, prob_N = out.tokens_AN[f], out.parents_AN[f], out.prob_AN[f]
+    tokens_N = out.tokens_AN[f]
+    parents_N = out.parents_AN[f]
+    prob_N = out.prob_AN[f]
     node, matched = trim(a.states, node, matched, rule.longest)
-    size, no_parent = np.int64(0), np.int64(k.NONE)
+    size = np.int64(0)
+    no_parent = np.int64(k.NONE)
     while room > 0 and matched >= rule.shortest:
         num_children, size = _expand(
             a, rule, max_length, node, matched, 1.0, no_parent, pool, size, room
@@ -257,13 +285,17 @@ def _draft(a, rule, max_length, root, node, matched, pool, room, out, f):
     while size > 0:
         size -= 1
         entry = pool.order_N[size]
-        draft, prob = pool.draft_NX[entry], pool.prob_N[entry]
-        node, matched = draft[_STATE], draft[_MATCHED]
-        tokens_N[drafted], parents_N[drafted] = draft[_TOKEN], draft[_PARENT]
+        draft = pool.draft_NX[entry]
+        prob = pool.prob_N[entry]
+        node = draft[_STATE]
+        matched = draft[_MATCHED]
+        tokens_N[drafted] = draft[_TOKEN]
+        parents_N[drafted] = draft[_PARENT]
         prob_N[drafted] = prob
         drafted += 1
         if drafted < room:
-            parent, left = drafted - 1, room - drafted
+            parent = drafted - 1
+            left = room - drafted
             _, size = _expand(a, rule, max_length, node, matched, prob, parent, pool, size, left)
     out.count_A[f] = drafted
 
@@ -275,14 +307,16 @@ def propose(a, rule, max_length, which_F, ids_F, followers_FX, max_nodes_F, out,
     Returns NONE, or the first f with a missing tree or an index out of range. `rule` and `out` are
     plain tuples, which are faster to pass.
     """
-    rule, drafts = ProposalRule(*rule), Drafts(*out)
+    rule = ProposalRule(*rule)
+    drafts = Drafts(*out)
     N = drafts.tokens_AN.shape[1]
     pool = _Pool(np.arange(N), np.empty(N), np.empty((N, 4), np.int64))
     for f in range(len(which_F)):
         if not 0 <= which_F[f] < len(ids_F):
             return f
         drafts.count_A[f] = 0
-        follower, tree = followers_FX[which_F[f]], ids_F[which_F[f]]
+        follower = followers_FX[which_F[f]]
+        tree = ids_F[which_F[f]]
         if tree == k.NONE:
             continue
         row = _row_of(a.trees, tree)
@@ -290,7 +324,8 @@ def propose(a, rule, max_length, which_F, ids_F, followers_FX, max_nodes_F, out,
             return f
         if follower[k.POSITION] < 0:
             continue
-        matched, room = follower[k.MATCH], min(np.int64(max_nodes_F[f]), N)
+        matched = follower[k.MATCH]
+        room = min(np.int64(max_nodes_F[f]), N)
         node = _settle(a.states, follower[k.AT], matched)
         _draft(a, rule, max_length, a.trees[row, k.ROOT], node, matched, pool, room, drafts, f)
     return k.NONE

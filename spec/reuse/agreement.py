@@ -54,7 +54,8 @@ class RunMisses:
     DECAY = 0.7  # of earlier steps, per step
 
     def __init__(self, different: float = 0.0, decided: float = 0.0) -> None:
-        self.different, self.decided = different, decided
+        self.different = different
+        self.decided = decided
 
     def played(self, counts: Sequence[Agreement]) -> None:
         """Add the responses of a step."""

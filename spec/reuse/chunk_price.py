@@ -46,7 +46,8 @@ class ChunkPrice:
     """The prices of passes of a rollout; decisions depend only on tokens and the table."""
 
     def __init__(self, times: RoundTimes, chunk_tokens: int) -> None:
-        self._times, self.chunk_tokens = times, chunk_tokens
+        self._times = times
+        self.chunk_tokens = chunk_tokens
         self._slots = times.chunk_slots
         self._known: dict[tuple[Pass, int, int], float | None] = {}  # earlier look-ups
         self._plain_s = self._rounds_s = 0.0
@@ -120,7 +121,8 @@ class ChunkPrice:
             num_rows = min(one.num_chunks, len(expected_R))
             rate = (float(sums_R[num_rows]) + one.is_beside * max(at.live - num_rows, 0)) / seconds
             if rate > best_rate:
-                best, best_rate = one, rate
+                best = one
+                best_rate = rate
         return best if best_rate * self.value(at) > MARGIN else None
 
     def may_pay(self, expected_R: np.ndarray, at: Bucket, sizes: Sequence[int]) -> np.ndarray:
@@ -158,15 +160,19 @@ def played_s(length_N: np.ndarray, num_slots: int, plain_s: Callable[[int], floa
 
     `plain_s` returns the seconds of a round with a given number of live rows.
     """
-    first, rest = length_N[:num_slots].tolist(), length_N[num_slots:].tolist()
-    ends, full_rounds = [int(n) for n in first], 0
+    first = length_N[:num_slots].tolist()
+    rest = length_N[num_slots:].tolist()
+    ends = [int(n) for n in first]
+    full_rounds = 0
     heapq.heapify(ends)
     for length in rest:
         full_rounds = heapq.heappop(ends)
         heapq.heappush(ends, full_rounds + int(length))
-    seconds, now = full_rounds * plain_s(num_slots), full_rounds
+    seconds = full_rounds * plain_s(num_slots)
+    now = full_rounds
     while ends:
-        num_rows, end = len(ends), heapq.heappop(ends)
+        num_rows = len(ends)
+        end = heapq.heappop(ends)
         seconds += (end - now) * plain_s(num_rows) if end > now else 0.0
         now = max(now, end)
     return seconds

@@ -62,7 +62,8 @@ def parse_schedule(text: str) -> LenienceSchedule:
         if text == "constant":
             return LenienceSchedule("constant")
         if name == "linear" and len(values) == 2:
-            end, steps = float(values[0]), int(values[1])
+            end = float(values[0])
+            steps = int(values[1])
             if 0 <= end < math.inf and steps >= 1:
                 return LenienceSchedule("linear", end=end, steps=steps)
         if name == "clip_fraction" and len(values) == 1 and 0 < float(values[0]) < 1:

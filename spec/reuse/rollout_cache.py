@@ -135,7 +135,8 @@ def decode(blob: bytes, key: str, policy: str = "", vocab_size: int = 2**31) -> 
         raise CacheFileError(
             f"expected those of a policy and tokenizer like {policy!r}, got {header.policy!r}"
         )
-    total, kinds = sum(header.lengths), 4 if header.scored else 1
+    total = sum(header.lengths)
+    kinds = 4 if header.scored else 1
     flat = _inflated(body[4 + size :], kinds * total)
     prompt_ids, rest = np.split(flat, [len(flat) - kinds * total])
     ends = np.cumsum([0, *header.lengths])
@@ -251,7 +252,9 @@ class RolloutCache:
     ) -> None:
         self.memory_bytes = memory_bytes
         self.folder = Folder(folder, create=True) if isinstance(folder, Path) else folder
-        self.policy, self.vocab_size, self.epochs = policy, vocab_size, epochs
+        self.policy = policy
+        self.vocab_size = vocab_size
+        self.epochs = epochs
         self.problems: list[str] = []
         self.num_bytes = 0  # size of the blobs in memory
         self._blobs: collections.OrderedDict[str, bytes] = collections.OrderedDict()
@@ -317,7 +320,8 @@ class RolloutCache:
 
     def new_problems(self) -> list[str]:
         """Return the problems since the last call; their prompts are answered from scratch."""
-        new, self.problems = self.problems, []
+        new = self.problems
+        self.problems = []
         return new
 
     def state(self) -> dict[str, Any]:
@@ -356,7 +360,8 @@ class RolloutCache:
             else:
                 self.folder.link(source, name)
                 self._spilled[entry] = SpilledFile(name, num_bytes, sha256)
-        data, start = state["blobs"].tobytes(), 0
+        data = state["blobs"].tobytes()
+        start = 0
         for entry, size in zip(state["keys"], state["sizes"], strict=True):
             self._put(entry, data[start : start + size])
             start += size

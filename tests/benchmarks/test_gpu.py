@@ -181,7 +181,7 @@ def test_rows_that_came_before_a_failure_are_kept(monkeypatch):
 
 def test_pages_are_filled_in_place():
     bench, *_ = parts.paged_rounds(TINY, 16)
-    cache = bench.engine.full_cache(TINY.slots, 32)
+    cache = bench.engine.full_cache(TINY.slots)
     filled = parts.filled(cache)
     assert all(x.is_deleted() for x in (*cache.keys, *cache.values)), "no room for them twice"
     assert float(abs(filled.keys[0]).max()) > 0

@@ -79,7 +79,7 @@ def test_programs_are_warmed_up_once_and_late_ones_by_what_was_measured(tmp_path
         assert not helping.worth(8, 0), "nothing is left to gain"
         assert team.prefer_pool(8) in (True, False)
         ray_workers.read_times(speculation, tmp_path)
-        assert speculation.times(4, 4, 32) > 0
+        assert speculation.times(4, 4, 24) > 0
         room.started[0][0].kill()
         keys = [f"q{g}" for g in range(len(PROMPTS))]
         drafts = speculation.drafter_factory(keys, PROMPTS, group_size=4)
