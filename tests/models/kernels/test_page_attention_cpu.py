@@ -185,6 +185,8 @@ def test_many_calls_at_once_share_the_threads():
 
 
 def test_takes():
-    assert page_attention_cpu.takes(64, jnp.float32, jnp.bfloat16)
-    assert not page_attention_cpu.takes(66, jnp.float32)
-    assert not page_attention_cpu.takes(64, jnp.float16)
+    """Pages of any size."""
+    assert page_attention_cpu.takes(64, 1, jnp.float32) is None
+    assert page_attention_cpu.takes(64, 7, jnp.bfloat16) is None
+    assert "a head size that 8 divides, got 66" in page_attention_cpu.takes(66, 8, jnp.float32)
+    assert "bfloat16, got float16" in page_attention_cpu.takes(64, 8, jnp.float16)

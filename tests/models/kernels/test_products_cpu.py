@@ -82,6 +82,7 @@ def test_gradients_and_vmap_are_those_of_a_product():
 
 
 def test_sizes_that_the_kernel_takes():
-    assert products_cpu.takes(32, jnp.float32, np.dtype("float32"), jnp.bfloat16)
-    assert not products_cpu.takes(24, jnp.float32)
-    assert not products_cpu.takes(32, jnp.float16)
+    for dtype in (jnp.float32, np.dtype("float32"), jnp.bfloat16):
+        assert products_cpu.takes(32, dtype) is None
+    assert "inputs that 16 divides, got 24" in products_cpu.takes(24, jnp.float32)
+    assert "bfloat16, got float16" in products_cpu.takes(32, jnp.float16)

@@ -51,8 +51,9 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows(monkeypatch):
 
 
 def test_what_is_taken():
-    assert takes(4096, jnp.bfloat16) and takes(128, "bfloat16")
-    assert not takes(4096, jnp.float32) and not takes(192, jnp.bfloat16)
+    assert takes(4096, jnp.bfloat16) is None and takes(128, "bfloat16") is None
+    assert "bfloat16, got float32" in takes(4096, jnp.float32)
+    assert "inputs that 128 divides, got 192" in takes(192, jnp.bfloat16)
 
 
 @pytest.fixture
