@@ -178,9 +178,12 @@ class DraftingWorkers(DrafterSource):
 
 
 def drafting_engine(engine: Engine, num_rows: int, longest_tokens: int, max_window: int) -> Engine:
-    """Return an engine on the same device with one bucket of rows, enough for all requests."""
+    """Return an engine on the same device with one bucket of rows and pages for all requests.
+
+    `Engine.pages` counts pages of the policy, whose requests are shorter than texts drafted ahead.
+    """
     rows = bucket(num_rows, 1)
-    config = dataclasses.replace(engine.config, slots=rows, min_slots=rows)
+    config = dataclasses.replace(engine.config, slots=rows, min_slots=rows, pages=0)
     drafting = dataclasses.replace(engine, config=config, feature_layers=None)
     drafting.expect(rows, longest_tokens + 2 * max_window)
     return drafting

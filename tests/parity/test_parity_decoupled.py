@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from parity_model import MODEL, SAMPLINGS, STEP_KEY, TOLERANCE, differences, misscored
+from parity_model import CONFIG, MODEL, SAMPLINGS, STEP_KEY, TOLERANCE, differences, misscored
 from stepped_links import (
     DeafLink,
     ReplacedLink,
@@ -18,6 +18,7 @@ from stepped_links import (
 )
 
 from reprise.rl.drafting.workers import drafting_engine
+from reprise.rl.engine.engine import Engine
 from reprise.spec.config import ChainConfig
 from reprise.spec.decoupled.ahead import Enumerating, FreeRunning, RequestTexts
 from reprise.spec.decoupled.drafter import DecoupledDrafter, OnePlan
@@ -160,6 +161,21 @@ def test_a_drafting_worker_that_is_replaced(golden, rollout, engine, params, ahe
     for link in links[1:]:
         first = [c.request_id for commits, _ in link.told for c in commits if not c.first]
         assert first and len(set(first)) == len(first), "the others are not"
+
+
+@pytest.mark.parametrize("ahead", AHEAD)
+def test_a_drafting_worker_has_pages_for_all_that_a_verifying_worker_lacks(
+    golden, rollout, params, ahead
+):
+    """The policy itself drafts; few requests fit into the pages of the verifying worker."""
+    few = Engine(MODEL, dataclasses.replace(CONFIG, pages=20))
+    link = SteppedLink(AHEAD[ahead](few, params, "plain", MODEL))
+    got = rollout("plain", engine=few, drafter=decoupled([link], "plain"))
+    assert not differences(golden("plain"), got)
+    assert few.stats.accepted_tokens > 0.3 * few.stats.tokens
+    fewest = Engine(MODEL, dataclasses.replace(CONFIG, pages=7), longest_tokens=LONGEST)
+    assert fewest.num_pages == 7
+    assert drafting(fewest).num_pages == CONFIG.slots * drafting(fewest).slot_pages
 
 
 def test_few_rows(golden, rollout, engine, params):
