@@ -14,8 +14,10 @@ class Noted(Drafter):
 
     def __init__(self, drafter):
         self.drafter, self.trees = drafter, collections.Counter()
-        self.propose, self.finished = drafter.propose, drafter.finished
-        self.in_rounds = drafter.in_rounds
+        self.finished, self.in_rounds = drafter.finished, drafter.in_rounds
+
+    def propose(self, live, max_nodes_A, max_nodes):
+        return self.drafter.propose(live, max_nodes_A, max_nodes)
 
     def observe(self, drafts, acceptance):
         columns = drafts.tokens_AN, drafts.parents_AN, acceptance.observed_AN.sum(axis=1)

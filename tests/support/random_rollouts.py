@@ -10,7 +10,6 @@ import signal
 from typing import NamedTuple
 
 import numpy as np
-from drive import RequestSource, drive
 
 from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
@@ -22,6 +21,7 @@ from reprise.spec.retrieval.group import GroupDrafter
 from reprise.spec.retrieval.suffix_drafter import NgramDrafter
 from reprise.spec.sampling import step_key
 from tests.support import symbolic_device
+from tests.support.drive import RequestSource, drive
 from tests.support.symbolic_device import MODEL, VOCAB, Broken, SymbolicEngine
 
 KEY = step_key(0, 0)
