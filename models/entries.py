@@ -1,9 +1,10 @@
-"""Cache entries that are not in the cache yet, and the kinds of cache arrays.
+"""Cache entries: waiting to be written, and their places in pages; the kinds of cache arrays.
 
 A round computes entries of nodes and of chunks. Accepted entries of nodes wait in `Pending` until
 the next round, which writes before it reads, so that writes stay in place.
 
-Shape suffixes: M nodes, P pending entries, K key/value heads, h head size, W feature width.
+Shape suffixes: M nodes, P pending entries, or pages, X entries, B slots, N pages of a slot, T
+positions of a page, K key/value heads, h head size, W feature width.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from flax import struct
 
 from reprise.models.config import ModelConfig
 from reprise.models.layout import CACHE_AXES, ENTRY_AXES, FEATURE_AXES
-from reprise.models.sharding import constrain
+from reprise.models.sharding import constrain, platform_in_use
 
 KEY_AXIS = 3  # of positions in the keys of a CPU
 VALUE_AXIS = 2  # of positions in values and features, and in the keys of an accelerator
@@ -115,3 +116,30 @@ def no_pending(
         order_P=zeros((P,), jnp.int32),
         count=zeros((), jnp.int32),
     )
+
+
+def place_of(
+    table_BN: jax.Array, row_X: jax.Array, position_X: jax.Array, values_PKTh: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the page and offset of positions of slots; page P if a position has no page."""
+    B, N = table_BN.shape
+    P, _, T, _ = values_PKTh.shape
+    nth_X = position_X // T
+    inside_X = (row_X >= 0) & (row_X < B) & (position_X >= 0) & (nth_X < N)
+    page_X = table_BN[jnp.clip(row_X, 0, B - 1), jnp.clip(nth_X, 0, N - 1)]
+    return jnp.where(inside_X & (page_X >= 0), page_X, P), position_X % T
+
+
+def write_entries(
+    pages_PKTh: jax.Array, new_XKh: jax.Array, page_X: jax.Array, offset_X: jax.Array, kind: Kind
+) -> jax.Array:
+    """Write entries to (page, offset); drop entries without a page."""
+    own_X = jnp.where(page_X < 0, len(pages_PKTh), page_X)
+    if kind.axis == KEY_AXIS:
+        at = pages_PKTh.at[own_X, :, :, offset_X]
+    elif platform_in_use() == "cpu":
+        at = pages_PKTh.at[own_X, :, offset_X]
+    else:  # index the heads as well: TPUs would copy all pages to write windows across heads
+        head_K = jnp.arange(pages_PKTh.shape[1])
+        at = pages_PKTh.at[own_X[:, None], head_K, offset_X[:, None]]
+    return at.set(new_XKh.astype(pages_PKTh.dtype), mode="drop")

@@ -37,9 +37,19 @@ from reprise.models.attention import (
 )
 from reprise.models.cached_attention import Split, attend_in_order, is_in_order
 from reprise.models.config import ModelConfig
-from reprise.models.entries import FEATURES, KEYS, VALUES, Entries, Kind, Pending, pin
+from reprise.models.entries import (
+    FEATURES,
+    KEYS,
+    VALUES,
+    Entries,
+    Kind,
+    Pending,
+    pin,
+    place_of,
+    write_entries,
+)
 from reprise.models.layout import CACHE_AXES, FEATURE_AXES
-from reprise.models.page_attention import append_and_attend, attend_pages, place_of, write_entries
+from reprise.models.page_attention import append_and_attend, attend_pages
 
 CPU_WRITES = 16  # entries per write on a CPU
 

@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from reprise.models.attention import PartialSoftmax, merged, partial_attention
-from reprise.models.entries import KEY_AXIS, VALUES, Kind
+from reprise.models.entries import VALUES, place_of, write_entries
 from reprise.models.kernels import NEGATIVE
 from reprise.models.kernels.find import find
 from reprise.models.layout import PAGE_BLOCK_POSITIONS
-from reprise.models.sharding import platform_in_use
 
 KERNEL_NODES = 64  # the most nodes of a slot that a kernel takes
 
@@ -100,33 +99,6 @@ def append_and_attend(
         tpu=kernel.append_and_attend,
         default=apart,
     )
-
-
-def place_of(
-    table_BN: jax.Array, row_X: jax.Array, position_X: jax.Array, values_PKTh: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return the page and offset of positions of slots; page P if a position has no page."""
-    B, N = table_BN.shape
-    P, _, T, _ = values_PKTh.shape
-    nth_X = position_X // T
-    inside_X = (row_X >= 0) & (row_X < B) & (position_X >= 0) & (nth_X < N)
-    page_X = table_BN[jnp.clip(row_X, 0, B - 1), jnp.clip(nth_X, 0, N - 1)]
-    return jnp.where(inside_X & (page_X >= 0), page_X, P), position_X % T
-
-
-def write_entries(
-    pages_PKTh: jax.Array, new_XKh: jax.Array, page_X: jax.Array, offset_X: jax.Array, kind: Kind
-) -> jax.Array:
-    """Write entries to (page, offset); drop entries without a page."""
-    own_X = jnp.where(page_X < 0, len(pages_PKTh), page_X)
-    if kind.axis == KEY_AXIS:
-        at = pages_PKTh.at[own_X, :, :, offset_X]
-    elif platform_in_use() == "cpu":
-        at = pages_PKTh.at[own_X, :, offset_X]
-    else:  # index the heads as well: TPUs would copy all pages to write windows across heads
-        head_K = jnp.arange(pages_PKTh.shape[1])
-        at = pages_PKTh.at[own_X[:, None], head_K, offset_X[:, None]]
-    return at.set(new_XKh.astype(pages_PKTh.dtype), mode="drop")
 
 
 def _as_tuple(*inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -14,23 +14,24 @@ from processes import child_environment
 from tests.support import core_code
 
 ROOT = Path(__file__).parents[1]
-# Lower a figure when the code allows it; none is ever raised. On a busy machine a step may wait for
-# a score where it does not otherwise: these are 2% above the measured ones.
+# Lower a figure when the code allows it; none is raised, but for the lines of the host, once, when
+# packed statements were written out, one assignment a line. On a busy machine a step may wait for a
+# score where it does not otherwise: these are 2% above the measured ones.
 STEP = {
     "host files": 78,
     "host functions": 556,
-    "host lines": 5354,
+    "host lines": 5790,
     "device files": 32,
-    "device functions": 284,
-    "device lines": 3143,
-    "calls a round": 518,
+    "device functions": 280,
+    "device lines": 2960,
+    "calls a round": 500,
     "start modules": 230,
     "start functions": 1800,
 }
 STYLE = {
-    "tuple splats": 106,
-    "parallel assignments per 1,000 statements": 33.0,
-    "lines of the largest room": 6895,
+    "tuple splats": 0,
+    "parallel assignments per 1,000 statements": 0.3,
+    "lines of the largest room": 6823,
 }
 
 

@@ -27,7 +27,7 @@ class PageMemory:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.cache: KVCache | None = None
-        self._pages = PageTable(0, 0, 0, runner.config.page_tokens)
+        self.pages = PageTable(0, 0, 0, runner.config.page_tokens)
         self._stale = False  # the table on the device is outdated
         self._wanted_later: Collection[int] = ()
         self._shared = dict[int, int]()  # numbers of leading shared pages of entering rows
@@ -37,15 +37,10 @@ class PageMemory:
     def held(self) -> KVCache:
         assert self.cache is not None
         if self._stale:
-            table_BN = self._runner.argument(self._pages.pages_BN.copy())
+            table_BN = self._runner.argument(self.pages.pages_BN.copy())
             self.cache = dataclasses.replace(self.cache, table_BN=table_BN)
             self._stale = False
         return self.cache
-
-    @property
-    def num_positions(self) -> int:
-        """The maximum number of positions of a row."""
-        return self._pages.pages_BN.shape[1] * self._pages.page_tokens
 
     def reset(self, num_slots: int) -> None:
         """Start with no page in use; keep a cache of the same size."""
@@ -55,7 +50,7 @@ class PageMemory:
         if self.cache is None or self.cache.values[0].shape[::2] != (num_pages, T):
             self.cache = None  # free the old cache before the allocation
             self.cache = runner.empty_cache(num_slots)
-        self._pages = PageTable(num_slots, runner.slot_pages, num_pages, T, runner.batch_ways)
+        self.pages = PageTable(num_slots, runner.slot_pages, num_pages, T, runner.batch_ways)
         self._stale = True
 
     # -- assignment and preemption -----------------------------------------------------
@@ -79,7 +74,7 @@ class PageMemory:
         A single request always fits.
         """
         tokens_ahead = self._tokens_ahead(fetch_tokens)
-        return admission.assign(waiting, table, self._pages, tokens_ahead, wanted_later)
+        return admission.assign(waiting, table, self.pages, tokens_ahead, wanted_later)
 
     def make_room(
         self, table: SlotTable, fetch_tokens: int, wanted_later: Collection[int]
@@ -92,23 +87,23 @@ class PageMemory:
         self._ahead_tokens = self._tokens_ahead(fetch_tokens)
         needed_B = admission.needed_B(table, self._ahead_tokens)
         for row in table.free_rows():
-            self._release(row, int(table.retained_tokens_B[row]))
+            self.release(row, int(table.retained_tokens_B[row]))
         rows = oldest = table.oldest_first()
-        if self._pages.held_B[oldest].all():  # no row waits for a prompt
-            short_B = self._short_B(needed_B)
+        if self.pages.held_B[oldest].all():  # no row waits for a prompt
+            short_B = self.short_B(needed_B)
             rows = [row for row in oldest if short_B[row]]
         leaving = list[int]()
         older = set[tuple[int, int]]()  # parts and prompts of rows that stay
         for row in rows:
             if row in leaving:
                 continue
-            part = self._pages.part_B[row]
+            part = self.pages.part_B[row]
             waits = self._waits(table, row, older)
             while not waits and not self.reserve(row, int(needed_B[row])):
                 if self._forget_prompt(table, part):
                     continue
                 newest = next(r for r in reversed(oldest) if self._leaves(r, row, part, leaving))
-                self._release(newest)
+                self.release(newest)
                 table.forget(newest)
                 leaving.append(newest)
                 if newest == row:
@@ -118,14 +113,14 @@ class PageMemory:
         return leaving
 
     def _leaves(self, row: int, needing: int, part: int, leaving: Sequence[int]) -> bool:
-        holds = self._pages.held_B[row] > 0 or row == needing
-        return holds and row not in leaving and self._pages.part_B[row] == part
+        holds = self.pages.held_B[row] > 0 or row == needing
+        return holds and row not in leaving and self.pages.part_B[row] == part
 
     def _waits(self, table: SlotTable, row: int, older: Collection[tuple[int, int]]) -> bool:
         """Return whether a row without pages waits for its prompt from an `older` row or holder."""
-        if self._pages.held_B[row] or not self._lacks_prompt(table, row):
+        if self.pages.held_B[row] or not self._lacks_prompt(table, row):
             return False
-        part = self._pages.part_B[row]
+        part = self.pages.part_B[row]
         number = int(table.prompt_B[row])
         return (part, number) in older or bool(self._holders(table, part, number))
 
@@ -136,7 +131,7 @@ class PageMemory:
     def _holders(self, table: SlotTable, part: int, number: int) -> list[int]:
         """Return the rows of a part that have pages and hold this prompt in full."""
         rows = [row for row, prompt in enumerate(table.prompts) if prompt == number]
-        return [r for r in rows if self._pages.part_B[r] == part and self._pages.held_B[r]]
+        return [r for r in rows if self.pages.part_B[r] == part and self.pages.held_B[r]]
 
     def _forget_prompt(
         self, table: SlotTable, part: int, *, source: int = -1, last_resort: bool = False
@@ -145,7 +140,7 @@ class PageMemory:
 
         The only copy of a prompt that rows without pages wait for is released as a last resort.
         """
-        pages = self._pages
+        pages = self.pages
         missing = table.lacking()
         waited_for = {
             number
@@ -163,7 +158,7 @@ class PageMemory:
         is_last, _, row = min(ranked, default=(True, False, -1))
         if row < 0 or (is_last and not last_resort):
             return False
-        self._release(row)
+        self.release(row)
         table.forget(row)
         return True
 
@@ -171,15 +166,16 @@ class PageMemory:
 
     def reserve(self, row: int, num_tokens: int) -> bool:
         """Reserve pages for `num_tokens` tokens of a row; return False, unchanged, if too few."""
-        held = self._pages.held_B[row]
-        done = self._pages.reserve(row, num_tokens)
-        self._stale |= self._pages.held_B[row] != held
+        held = self.pages.held_B[row]
+        done = self.pages.reserve(row, num_tokens)
+        self._stale |= self.pages.held_B[row] != held
         return done
 
-    def _release(self, row: int, kept_tokens: int = 0) -> None:
-        held = self._pages.held_B[row]
-        self._pages.release(row, kept_tokens)
-        self._stale |= self._pages.held_B[row] != held
+    def release(self, row: int, kept_tokens: int = 0) -> None:
+        """Release the pages of a row after its first `kept_tokens` tokens."""
+        held = self.pages.held_B[row]
+        self.pages.release(row, kept_tokens)
+        self._stale |= self.pages.held_B[row] != held
 
     def room_for(
         self,
@@ -191,7 +187,7 @@ class PageMemory:
 
         The full pages of a prompt that another row of the part holds are shared, not written.
         """
-        pages = self._pages
+        pages = self.pages
         self._shared = {}
         for kv, row in brought:
             part = pages.part_B[row]
@@ -205,40 +201,22 @@ class PageMemory:
                 has_released = self._forget_prompt(table, part, last_resort=True)
                 assert has_released, f"no pages for what row {row} brings: {self.books(table)}"
 
-    def check(self, tokens_B: np.ndarray) -> None:
-        """Assert that rows have pages for `tokens_B` positions; rows without pages may wait."""
-        has_pages_B = self._pages.held_B > 0
-        assert not (self._short_B(tokens_B) & has_pages_B).any(), "a row outgrew its pages"
-
-    def _short_B(self, tokens_B: np.ndarray) -> np.ndarray:
+    def short_B(self, tokens_B: np.ndarray) -> np.ndarray:
         """Return which rows lack pages for `tokens_B` positions."""
-        return tokens_B > self._pages.held_B * self._pages.page_tokens
-
-    def begin(self, row: int, kept_tokens: int) -> None:
-        """Record that a request enters a row; its first `kept_tokens` positions stay."""
-        self._release(row, kept_tokens)
+        return tokens_B > self.pages.held_B * self.pages.page_tokens
 
     def unshared(self, row: int, num_tokens: int) -> int:
         """Return how many leading tokens of a row can stay if later tokens are written.
 
         A page that also holds tokens of other rows is not written.
         """
-        full, rest = divmod(num_tokens, self._pages.page_tokens)
-        is_shared = rest and self._pages.users_P[self._pages.pages_BN[row, full]] > 1
+        full, rest = divmod(num_tokens, self.pages.page_tokens)
+        is_shared = rest and self.pages.users_P[self.pages.pages_BN[row, full]] > 1
         return num_tokens - rest if is_shared else num_tokens
-
-    @property
-    def part_B(self) -> Sequence[int]:
-        """The part of the mesh of each row."""
-        return self._pages.part_B
-
-    def has_room(self, row: int) -> bool:
-        """Return whether a row can compute its missing tokens now; a waiting row has no page."""
-        return bool(self._pages.held_B[row])
 
     def books(self, table: SlotTable) -> str:
         """Describe current allocations for error messages."""
-        pages = self._pages
+        pages = self.pages
         books = list[str]()
         for row in range(len(table)):
             state = f"lacks {table.missing_tokens_B[row]}" if table.busy_B[row] else "free"
@@ -250,11 +228,6 @@ class PageMemory:
         free = [pages.num_free(part) for part in range(pages.ways)]
         each = len(pages.users_P) // pages.ways
         return f"{free} of {each} pages of {pages.page_tokens} are free; {'; '.join(books)}"
-
-    def chunk_start(self, row: int, start: int, chunk_tokens: int) -> int:
-        """Return `start` as the first position of a chunk, so that shared pages are not written."""
-        assert self._pages.held_B[row] > 0, f"row {row} computes a prompt that it has no page for"
-        return start
 
     def share(self, copies: Sequence[tuple[int, int]], table: SlotTable) -> list[int]:
         """Share prompts, (from row, to row); return the rows that received a prompt."""
@@ -280,15 +253,15 @@ class PageMemory:
         self, source: int, row: int, table: SlotTable, is_oldest: bool
     ) -> list[tuple[int, int]] | None:
         """Share a prompt and reserve pages for a row; return the pages to copy, None if too few."""
-        self._release(row)
-        part = self._pages.part_B[row]
+        self.release(row)
+        part = self.pages.part_B[row]
         self._stale = True
         needed = int(admission.needed_B(table, self._ahead_tokens)[row])
         while True:
-            copied = self._pages.share(source, row, int(table.prompt_tokens_B[row]) - 1)
+            copied = self.pages.share(source, row, int(table.prompt_tokens_B[row]) - 1)
             if copied is not None and self.reserve(row, needed):
                 return copied
-            self._release(row)
+            self.release(row)
             if not self._forget_prompt(table, part, source=source, last_resort=is_oldest):
                 return None
 
@@ -300,7 +273,7 @@ class PageMemory:
         table_BN = self.held.table_BN
         cache = _tableless(self.held)
         for kv, row in entering:
-            pages = self._pages.pages_of(row, kv.num_tokens).tolist()
+            pages = self.pages.pages_of(row, kv.num_tokens).tolist()
             for first in range(self._shared.get(row, 0), len(pages), cache_ops.PAGES_AT_ONCE):
                 some = pages[first : first + cache_ops.PAGES_AT_ONCE]
                 new = cache_ops.pages_of_host(kv, first, cache)
@@ -313,7 +286,7 @@ class PageMemory:
         cache = _tableless(self.held)
         result = list[HostKv]()
         for row, tokens in zip(rows, num_tokens, strict=True):
-            pages = self._pages.pages_of(row, tokens).tolist()
+            pages = self.pages.pages_of(row, tokens).tolist()
             parts = []
             for first in range(0, len(pages), cache_ops.PAGES_AT_ONCE):
                 some = self._runner.put(_padded(pages[first : first + cache_ops.PAGES_AT_ONCE]))
@@ -325,8 +298,8 @@ class PageMemory:
     def copy_states(self, row: int, num_tokens: int) -> list[tuple[int, jax.Array]]:
         """Return device copies of the hidden states of the first tokens of a row."""
         [pages_P1TF] = self.held.features
-        T = self._pages.page_tokens
-        pages = self._pages.pages_of(row, num_tokens).tolist()
+        T = self.pages.page_tokens
+        pages = self.pages.pages_of(row, num_tokens).tolist()
         size = max(1, cache_ops.STATE_COPY_TOKENS // T)
         return [
             (first * T, self._runner.readable(cache_ops.states_of_pages(pages_P1TF, some)))
@@ -340,8 +313,8 @@ class PageMemory:
         self, table: SlotTable, useful: Sequence[int], num_slots: int
     ) -> list[int] | None:
         """Return the rows to keep in a smaller batch, by part; None if the batch cannot shrink."""
-        ways = self._pages.ways
-        pages = self._pages
+        ways = self.pages.ways
+        pages = self.pages
         by_part = [[r for r in useful if pages.part_B[r] == part] for part in range(ways)]
         each, more = divmod(num_slots, ways)
         if more or any(table.busy_B[rows[each:]].any() for rows in by_part):
@@ -350,7 +323,7 @@ class PageMemory:
 
     def widened(self, num_rows: int, num_slots: int) -> list[int]:
         """Return the old index of each row of a larger batch; rows from `num_rows` on are new."""
-        ways = self._pages.ways
+        ways = self.pages.ways
         new = iter(range(num_rows, num_slots))
         each = num_rows // ways
         more = (num_slots - num_rows) // ways
@@ -361,7 +334,7 @@ class PageMemory:
 
     def take_rows(self, rows: Sequence[int]) -> None:
         """Move row `rows[i]` to row i; an index past the old rows makes a new row."""
-        self._pages.take_rows([r if r < len(self._pages) else -1 for r in rows])
+        self.pages.take_rows([r if r < len(self.pages) else -1 for r in rows])
         self._stale = True
 
 

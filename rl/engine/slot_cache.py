@@ -40,6 +40,7 @@ class SlotCache:
         self._runner = runner
         self.table = SlotTable(0, 0)
         self._memory = PageMemory(runner)
+        self.num_positions = 0  # of a row, at most
         self._pending: Pending | None = None  # entries that the last round left to write
         self._waits = False  # whether entries are pending
         self._slots: Slots | None = None  # None: the host has changed the table
@@ -70,12 +71,9 @@ class SlotCache:
 
     def check(self, tokens_B: np.ndarray) -> None:
         """Assert that each row has room for `tokens_B` positions."""
-        self._memory.check(tokens_B)
-
-    @property
-    def num_positions(self) -> int:
-        """The maximum number of positions of a row."""
-        return self._memory.num_positions
+        has_pages_B = self._memory.pages.held_B > 0  # rows without pages may wait
+        is_short_B = self._memory.short_B(tokens_B)
+        assert not (is_short_B & has_pages_B).any(), "a row outgrew its pages"
 
     def stepped(
         self,
@@ -137,7 +135,7 @@ class SlotCache:
             if p.kv is None:
                 [held_tokens] = table.reusable_tokens(p.request, [row]).tolist()
                 held_tokens = memory.unshared(row, held_tokens)
-            memory.begin(row, held_tokens)
+            memory.release(row, held_tokens)
             table.enter(row, p, held_tokens if p.kv is None else None)
         memory.room_for(requests, brought, table)
         if brought:
@@ -162,7 +160,8 @@ class SlotCache:
         if not rows:
             return []
         verifies_B = self.table.verifies_B
-        return [r for r in rows if not verifies_B[r] and self._memory.has_room(r)]
+        held_B = self._memory.pages.held_B  # 0: a row that waits for pages
+        return [r for r in rows if not verifies_B[r] and held_B[r]]
 
     def prompts_first(self) -> bool:
         """Return whether to compute prompts in rounds without nodes, since no row is live."""
@@ -183,7 +182,7 @@ class SlotCache:
         if not table.verifies_in_chunks:
             return None
         (verifying,) = np.nonzero(table.verifies_B)
-        rows = [row for row in verifying.tolist() if self._memory.has_room(row)]
+        rows = [row for row in verifying.tolist() if self._memory.pages.held_B[row]]
         assert table.cached is not None
         decoding = np.nonzero(table.live_B & table.cached.watched_B & (table.cached.end_B > 0))[0]
         price = table.cached.price
@@ -293,7 +292,7 @@ class SlotCache:
         table_TX = self._runner.no_chunks(num_chunks, C)
         held_B = self.table.known_tokens_B - self.table.missing_tokens_B
         starts = (
-            (row, self._memory.chunk_start(row, at, C))
+            (row, at)
             for row in rows
             for at in itertools.islice(range(held_B[row], end_B[row], C), most_of_row)
         )
@@ -309,7 +308,9 @@ class SlotCache:
         table = self.table
         if not (missing := table.lacking()):  # as in most rounds
             return [], []
-        return admission.fills(missing, table.prompts, self._memory.part_B, table.busy_B.tolist())
+        return admission.fills(
+            missing, table.prompts, self._memory.pages.part_B, table.busy_B.tolist()
+        )
 
     def write_chunks(self, entries: Entries, chunks_TX: np.ndarray) -> int:
         """Write the chunk entries of a round; return how many of their tokens rows lacked."""
@@ -369,6 +370,7 @@ class SlotCache:
         """Start with an empty table and an empty cache; keep cache buffers that fit."""
         self.table = table
         self._memory.reset(len(table))
+        self.num_positions = self._runner.num_positions
         self._pending = self._runner.empty_pending(len(table))
         self._waits = False
         self._slots = None
