@@ -31,7 +31,7 @@ class PageMemory:
         self._stale = False  # the table on the device is outdated
         self._wanted_later: Collection[int] = ()
         self._shared = dict[int, int]()  # numbers of leading shared pages of entering rows
-        self._ahead_tokens = 0  # for which rows reserve pages
+        self._ahead_tokens = 0  # of each row, reserved beyond its tokens
 
     @property
     def held(self) -> KVCache:
