@@ -95,10 +95,10 @@ def drafted_alone(config: TrainConfig) -> dict[str, Decisions]:
 
 def rollout_reach(config: TrainConfig, partition: Partition = WHOLE) -> Reach:
     """Return the bounds on rollouts of one process, except for on-device drafters."""
-    beside = config.sched.beside_training  # another engine evaluates
+    beside = config.sched.beside_training
     return Reach(
         partition.max_groups(config.rollout.prompts_per_step) * config.rollout.group_size,
-        config.rollout.max_prompt_tokens if beside else config.max_any_prompt_tokens,
+        config.rollout.max_prompt_tokens,
         speculative=config.speculation.enabled,
         reuse=config.reuse.enabled or config.sched.mode == "ahead",
         moves=config.sched.workers > 1 or beside,
@@ -116,7 +116,7 @@ def evaluation_engine(config: TrainConfig, num_requests: int, ways: int) -> Engi
     engine = config.engine
     if not engine.pages or engine.pages == "auto":
         return engine
-    max_tokens = config.max_any_prompt_tokens + config.sampling.max_any_new_tokens
+    max_tokens = config.rollout.max_prompt_tokens + config.sampling.max_any_new_tokens
     slots = engine.over(ways).slot_bucket(num_requests)
     needed = dataclasses.replace(engine, pages=0).num_pages(slots, max_tokens, ways)
     return dataclasses.replace(engine, pages=min(engine.pages, needed))
@@ -266,7 +266,7 @@ def warm_up_evaluation(
     if not num_requests or (reached and slots(num_requests) <= slots(reached)):
         return
     bounds = Reach(
-        num_requests, config.max_any_prompt_tokens, moves=isinstance(engine, MultiEngine)
+        num_requests, config.rollout.max_prompt_tokens, moves=isinstance(engine, MultiEngine)
     )
 
     def compile_here() -> None:

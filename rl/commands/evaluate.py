@@ -100,7 +100,7 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Evaluation:
     evals = open_sets(
         config.eval,
         config.task,
-        config.eval_prompt_tokens,
+        config.rollout.max_prompt_tokens,
         lambda example: inputs.encode(example, config.task),
         None if training is None else partial(open_tasks, training.task, training.run.seed),
         keeps_seen=True,

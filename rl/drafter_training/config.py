@@ -21,8 +21,7 @@ class DrafterConfig:
     With `spot`, idle workers train the drafter once `min_idle_workers` are idle; it also trains for
     `steps_after_rollout` steps after each rollout. A step is `micro_batches` of `batch_rows` rows
     of `row_tokens`; a worker that gets requests finishes at most its current micro-batch. Rollouts
-    use the new weights every `swap_every_steps` and after each rollout; the weights are saved every
-    `checkpoint_every_steps`.
+    use the new weights every 16 steps and after each rollout; the weights are saved every 64 steps.
     """
 
     directory: str | None = None
@@ -36,8 +35,6 @@ class DrafterConfig:
     micro_batches: int = 4
     batch_rows: int = 2
     row_tokens: int = 512
-    swap_every_steps: int = 16
-    checkpoint_every_steps: int = 64
 
     def __post_init__(self) -> None:
         TreeConfig(self.max_depth, self.top_k, self.proposal)

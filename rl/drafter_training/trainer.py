@@ -39,6 +39,8 @@ from reprise.spec.eagle.training_data import (
     pack,
 )
 
+SWAP_EVERY_STEPS = 16  # for rollouts that are still running
+SAVE_EVERY_STEPS = 64
 SUMS = ("loss", "accuracy_top1", "accuracy_top3", "agreement")
 
 
@@ -317,9 +319,9 @@ class DrafterTrainer:
                 self._now = None
                 self.step += 1
                 self.history.append(row)
-        if self.step % self.config.swap_every_steps == 0:
+        if self.step % SWAP_EVERY_STEPS == 0:
             self.publish()
-        if self.step % self.config.checkpoint_every_steps == 0:
+        if self.step % SAVE_EVERY_STEPS == 0:
             self.save()
 
     def _params_on(self, runner: ModelRunner) -> EagleParams:

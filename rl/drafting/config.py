@@ -27,7 +27,7 @@ class DraftingConfig:
     worker drafts for itself. With `DraftModel.directories`, each rollout uses the draft model with
     the most tokens per second, by measured times and acceptance. `ahead` is `free_running`, which
     continues past a window during its verification, or `enumeration`, which drafts for all outcomes
-    of the round, with `fan_out` guesses of each next token. `window` is a number of draft tokens;
+    of the round, with three guesses of each next token. `window` is a number of draft tokens;
     None leaves it to the plan, up to `DraftModel.max_depth`. Every `reconfigure_tokens` tokens (0:
     never), a request with less acceptance than others gets a separate window. Idle workers rerun up
     to `requests_per_helper` of the last requests of other workers, each with one of the drafting
@@ -37,7 +37,6 @@ class DraftingConfig:
     workers: int | None = 0
     ahead: Ahead = "enumeration"
     window: int | None = None
-    fan_out: int = 3
     reconfigure_tokens: int = 1000
     requests_per_helper: int = 0
     methods: tuple[Method, ...] = ("model", "own")
@@ -47,8 +46,6 @@ class DraftingConfig:
             raise ValueError(f"expected ahead of {', '.join(known)}, got {self.ahead!r}")
         if self.window is not None and not 1 <= self.window <= MAX_WINDOW:
             raise ValueError(f"window must be 1 … {MAX_WINDOW}, got {self.window}")
-        if self.fan_out < 1:
-            raise ValueError(f"fan_out must be at least 1, got {self.fan_out}")
         for name in ("workers", "reconfigure_tokens", "requests_per_helper"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")

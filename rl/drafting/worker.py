@@ -37,6 +37,7 @@ from reprise.spec.draft_model.enumeration import AheadDraftModel, EnumeratingDra
 from reprise.spec.drafter import Program
 from reprise.spec.sampling import KEY_IMPL, step_key
 
+FAN_OUT = 3  # guesses of each next token, with `enumeration`
 MAX_ROLLOUTS = 3  # rollouts with kept requests: of the present step and its neighbours
 MAX_SPANS = 2**14  # steps of a rollout in the picture of workers
 MAX_RESTARTS = 3  # consecutive, without a block
@@ -209,7 +210,7 @@ class DraftingWorker:
                 num_rows,
                 max_tokens,
                 max_window=self._max_window,
-                fan_out=self._config.fan_out,
+                fan_out=FAN_OUT,
             )
         return FreeRunning(drafter, num_rows, max_tokens)
 
@@ -225,9 +226,7 @@ class DraftingWorker:
         with self.engine.mesh_context():
             drafter = self._drafter(rollout)
             if isinstance(drafter, EnumeratingDraftModel):
-                window = self._max_window
-                fan_out = self._config.fan_out
-                return [*drafter.enumerating(rows, window, fan_out)]
+                return [*drafter.enumerating(rows, self._max_window, FAN_OUT)]
             return [*drafter.programs(rows)]
 
     def _forget(self) -> None:

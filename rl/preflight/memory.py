@@ -236,7 +236,7 @@ def evaluation_bytes(
     settings = evaluation_engine(config, requests, size // tensor)
     config = dataclasses.replace(config, engine=settings)
     dtype = config.trainer.dtype_on(is_cpu)
-    reach = Reach(requests, config.max_any_prompt_tokens)
+    reach = Reach(requests, config.rollout.max_prompt_tokens)
     arrays = _rollouts(config, model, mesh, dtype, reach, is_cpu=is_cpu, drafts=False)
     if layout.mesh["fsdp"] == 1 and layout.mesh["tensor"] == tensor:
         arrays["rollout weights"] = _beside_training(model, mesh, dtype)

@@ -31,7 +31,7 @@ from reprise.rl.rewards.scores import Score
 from reprise.rl.runtime.run_files import CHECKPOINTS, EVAL_SAMPLES_FILE
 from reprise.rl.settings import identity
 from reprise.rl.settings.config import TrainConfig
-from reprise.rl.settings.eval_sets import EvalSet
+from reprise.rl.settings.eval_sets import EVAL_SEED, EvalSet
 from reprise.rl.settings.inputs import Inputs
 from reprise.rl.steps.rollouts import run
 from reprise.spec.sampling import step_key
@@ -66,7 +66,7 @@ class Answers:
             )
             for t, s in zip(self.trajectories, self.scores, strict=True)
         ]
-        figures = set_metrics(responses, config.eval.samples, config.eval.all_ks)
+        figures = set_metrics(responses, config.eval.samples, config.eval.ks)
         return figures | {"seen_in_training": self.asked.seen + self.asked.alike}
 
 
@@ -94,7 +94,7 @@ def respond(
         for i in range(n)
     ]
     scorer.examples.update(enumerate(examples))
-    key = engine.do(partial(step_key, config.eval.seed, EVAL_STEP))
+    key = engine.do(partial(step_key, EVAL_SEED, EVAL_STEP))
     spec = RolloutSpec(
         weights,
         sampling,
@@ -331,7 +331,7 @@ def result(config: TrainConfig, answers: Sequence[Answers], training_is_known: b
         "samples_per_prompt": config.eval.samples,
         "correct_by": config.correct_by,
         "correct_at": config.eval.correct_at,
-        "seed": config.eval.seed,
+        "seed": EVAL_SEED,
         "sampling": dataclasses.asdict(config.eval.sampling(config.sampling)),
         "reward_functions": list(config.reward.functions),
         "sets": sets,

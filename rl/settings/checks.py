@@ -43,12 +43,6 @@ def check_lengths(config: TrainConfig, model: ModelConfig) -> None:
             f"{config.longest_tokens} positions, the policy has {model.max_positions}: lower one "
             "of them"
         )
-    evaluated = config.max_any_prompt_tokens + config.sampling.max_any_new_tokens
-    if evaluated > model.max_positions:
-        raise ValueError(
-            f"Eval.max_prompt_tokens={config.eval_prompt_tokens} and Sampling.max_new_tokens make "
-            f"{evaluated} positions, the policy has {model.max_positions}: lower one of them"
-        )
 
 
 def check_layout(config: TrainConfig, model: ModelConfig) -> None:

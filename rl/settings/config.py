@@ -50,7 +50,7 @@ class RunConfig:
     of the last step; `--resume` continues the run, with the same time again.
 
     Steps with rewards that teach nothing (none, all equal, all cut off, no group left, all failed)
-    are reported with the reason after `no_update_warning_steps` in a row; after
+    are reported with the reason after three in a row; after
     `no_update_limit_steps` the run saves and exits with status 1.
     """
 
@@ -61,15 +61,15 @@ class RunConfig:
     compile_limit_s: float = 3600.0
     stop_limit_s: float = 8.0
     time_limit_s: float | None = None  # None: until all steps are done
-    no_update_warning_steps: int = 3
     no_update_limit_steps: int = 20
 
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= MAX_STEPS:
             raise ValueError(f"steps must be 1 to {MAX_STEPS:,}, got {self.steps}")
-        for field in ("no_update_warning_steps", "no_update_limit_steps"):
-            if (value := getattr(self, field)) < 1:
-                raise ValueError(f"{field} must be at least 1, got {value}")
+        if self.no_update_limit_steps < 1:
+            raise ValueError(
+                f"no_update_limit_steps must be at least 1, got {self.no_update_limit_steps}"
+            )
         for field in ("hang_limit_s", "compile_limit_s", "stop_limit_s", "time_limit_s"):
             value = getattr(self, field)
             if value is not None and not 0 < value <= MAX_S:
@@ -240,17 +240,6 @@ class TrainConfig:
         named = self.eval.correct_by or self.reward.functions[0]
         names = dict(zip(self.reward.functions, self.reward.names, strict=True))
         return names.get(named, named)
-
-    @property
-    def eval_prompt_tokens(self) -> int:
-        """The maximum prompt tokens of an evaluation."""
-        return self.eval.max_prompt_tokens or self.rollout.max_prompt_tokens
-
-    @property
-    def max_any_prompt_tokens(self) -> int:
-        """The maximum prompt tokens for the engine, in training or in an evaluation."""
-        evaluated = self.eval_prompt_tokens if self.eval.num_prompts else 0
-        return max(self.rollout.max_prompt_tokens, evaluated)
 
 
 def load_config(*files: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:

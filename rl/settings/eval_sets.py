@@ -21,6 +21,7 @@ from reprise.spec.config import MIN_TEMPERATURE, SamplingConfig
 Prompt = tuple[int, ...]  # token ids
 Encode = Callable[[Example], Prompt]
 _Question = tuple[int, Example, Prompt]  # index in the task, question, prompt
+EVAL_SEED = 1_000_000_007  # of the questions of evaluations, and of their noise
 MAX_PROMPTS = 100_000  # of a set
 _LOOKED_AT = 20_000  # training examples that questions are compared with, at least
 _CANDIDATES = 4  # generated questions per wanted question, since training may hold some
@@ -35,30 +36,25 @@ class EvalConfig:
     the run, with questions that training does not have. Up to `num_prompts` questions of each set
     get `samples` responses; 0 evaluates nothing. Temperature 0 is greedy. A response is correct if
     the reward function `correct_by` returns at least `correct_at` for it; a single function of
-    weight 1, without a length penalty, need not be named. `ks` are the k of pass@k, by default the
+    weight 1, without a length penalty, need not be named. The k of pass@k are the
     powers of two up to `samples`. The best step has the highest `best_by`: `mean_reward` or
     `pass@K` over all sets, or `NAME/mean_reward` of one set.
     """
 
     every_steps: int = 40
     sets: tuple[str, ...] = ()
-    num_prompts: int = 64  # of each set; `seed` draws them from files
+    num_prompts: int = 64  # of each set
     samples: int = 1
     temperature: float = 0.0  # all other sampling settings are as in the run
-    ks: tuple[int, ...] = ()
     correct_by: str | None = None  # one of Reward.functions
     correct_at: float = 1.0
-    max_prompt_tokens: int | None = None  # None: Rollout.max_prompt_tokens
     best_by: str = "mean_reward"
-    seed: int = 1_000_000_007  # of the questions and the noise
 
     def __post_init__(self) -> None:
         bounds = {"every_steps": (0, 2**31), "num_prompts": (0, MAX_PROMPTS), "samples": (1, 1024)}
         for field, (low, high) in bounds.items():
             if not low <= getattr(self, field) <= high:
                 raise ValueError(f"{field} must be {low} to {high:,}, got {getattr(self, field)}")
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise ValueError(f"max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
         t = self.temperature
         if not (t == 0 or MIN_TEMPERATURE <= t < math.inf):
             raise ValueError(
@@ -69,20 +65,14 @@ class EvalConfig:
                 f"samples={self.samples} greedy responses to a question would all be the same: "
                 "set temperature above 0, or samples = 1"
             )
-        if wrong := [k for k in self.ks if not 1 <= k <= self.samples]:
-            raise ValueError(
-                f"ks must be in 1 … samples={self.samples}, got {wrong}: pass@k needs k responses "
-                "to each question; raise samples"
-            )
-        if not 0 <= self.seed < 2**31:
-            raise ValueError(f"seed must be in 0 … 2³¹−1, got {self.seed}")
         if not math.isfinite(self.correct_at):
             raise ValueError(f"correct_at must be finite, got {self.correct_at}")
         split_names(self.sets)
 
     @property
-    def all_ks(self) -> tuple[int, ...]:
-        return self.ks or tuple(2**i for i in range(self.samples.bit_length()))
+    def ks(self) -> tuple[int, ...]:
+        """The k of pass@k."""
+        return tuple(2**i for i in range(self.samples.bit_length()))
 
     def due(self, step: int, last_step: int) -> bool:
         """Return whether a run is evaluated after `step`; step 0 is before the first step."""
@@ -139,14 +129,14 @@ class EvalSets:
             if s.too_long:
                 result.append(
                     f"{s.too_long} questions of set {s.name} are left out: longer than "
-                    "Eval.max_prompt_tokens (Rollout.max_prompt_tokens where it is not set)"
+                    "Rollout.max_prompt_tokens"
                 )
         return result
 
     def fingerprint(self, config: EvalConfig, sampling: SamplingConfig) -> str:
         """Return a hash of questions, sampling and grading; if equal, metrics are comparable."""
         wanted = [(s.name, s.prompts, [e.answer for e in s.examples]) for s in self.sets]
-        how = repr(config.sampling(sampling)), config.samples, config.seed, config.all_ks
+        how = repr(config.sampling(sampling)), config.samples, EVAL_SEED, config.ks
         judged = config.correct_by, config.correct_at, config.best_by
         return hashlib.sha256(json.dumps([wanted, how, judged]).encode()).hexdigest()[:32]
 
@@ -281,10 +271,10 @@ def _open_set(
     keeps_seen: bool,
 ) -> EvalSet:
     generated = is_generated(spec)
-    task = open_task(spec, config.seed, _CANDIDATES * config.num_prompts)
+    task = open_task(spec, EVAL_SEED, _CANDIDATES * config.num_prompts)
     order: Iterable[int] = range(len(task))
     if not generated:
-        order = DataOrder(len(task), config.seed).indices(0, len(task)).tolist()
+        order = DataOrder(len(task), EVAL_SEED).indices(0, len(task)).tolist()
     chosen = dict[str, _Question]()
     held_back = dict[str, _Question]()
     too_long = 0
@@ -324,7 +314,7 @@ def _why_empty(found: EvalSet, limit_tokens: int) -> str:
     if found.too_long:
         return (
             f"Eval: every one of {found.too_long} prompts of set {found.name} is longer than "
-            f"{limit_tokens} tokens: raise Eval.max_prompt_tokens"
+            f"{limit_tokens} tokens: raise Rollout.max_prompt_tokens"
         )
     return (
         f"Eval.sets: training holds all {found.left_out} questions of set {found.name} "
@@ -334,7 +324,7 @@ def _why_empty(found: EvalSet, limit_tokens: int) -> str:
 
 def check_best_by(config: EvalConfig, names: Sequence[str]) -> None:
     """Raise ValueError unless `best_by` is a metric of an evaluation of these sets."""
-    figures = ["mean_reward", *(f"pass@{k}" for k in config.all_ks)]
+    figures = ["mean_reward", *(f"pass@{k}" for k in config.ks)]
     known = figures + [f"{name}/{figure}" for name in names for figure in figures]
     if names and config.best_by not in known:
         raise ValueError(

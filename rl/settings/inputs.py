@@ -137,7 +137,7 @@ def open_inputs(config: TrainConfig) -> Inputs:
     evals = open_sets(
         config.eval,
         config.task,
-        config.eval_prompt_tokens,
+        config.rollout.max_prompt_tokens,
         lambda example: inputs.encode(example, config.task),
         lambda: inputs.task,
     )

@@ -33,12 +33,6 @@ def unused_settings(config: TrainConfig) -> list[str]:
         ),
         "Critic": (config.algorithm.resolved.needs_critic, 'Algorithm.name = "ppo"'),
         "Eval": (config.eval.num_prompts > 0, "Eval.num_prompts above 0"),
-        "Speculation.match_tokens": ("histospec" in drafters, '"histospec" in Speculation.sources'),
-        "Speculation.window_tokens": (
-            speculation.budget == "aimd" or "histospec" in drafters,
-            'Speculation.budget = "aimd" or "histospec" in Speculation.sources',
-        ),
-        "Speculation.group_update_tokens": ("group" in drafters, '"group" in Speculation.sources'),
         "Reuse.fresh_share": (config.reuse.mode != "off", "a Reuse.mode"),
         "Reuse.renew_groups": (config.reuse.mode != "off", "a Reuse.mode"),
         "Reuse.max_age_steps": (
@@ -56,13 +50,7 @@ def unused_settings(config: TrainConfig) -> list[str]:
         },
         **{
             f"Sched.{name}": (histopipe, 'Sched.policy = "histopipe"')
-            for name in (
-                "ranking_groups",
-                "allocation",
-                "last_share",
-                "growth_quantile",
-                "least_growth",
-            )
+            for name in ("ranking_groups", "allocation")
         },
     }
     changed = [name for name in _changed(config) if name != "Eval.num_prompts"]

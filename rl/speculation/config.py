@@ -26,7 +26,7 @@ class SpeculationConfig:
     (For rounding on accelerators see docs/architecture.md, Exactness.) All `sources` draft in each
     round, and their drafts are joined: `last` (with Reuse: last epoch's response with the same
     sample index), `history` (responses to the prompt in the last epoch; or `histospec`, which uses
-    RhymeRL's rule), `group` (live siblings, exchanged every `group_update_tokens` tokens), `own`
+    RhymeRL's rule), `group` (live siblings), `own`
     (the text of the request), `learned` (a drafter that is trained online, see Drafter), `model`
     (a draft model, see DraftModel), `PATH.py:NAME` (a drafter of yours). `budget` is `off`,
     `fixed:K`, `aimd`, `bandit` (see Tuner), `goodput` or `PATH.py:NAME` (docs/add_a_drafter.md).
@@ -34,18 +34,11 @@ class SpeculationConfig:
     budget turns itself off for the rest of the run, or in the first epoch until the second epoch
     has history; with `fixed:K` or drafting workers the loss is only reported (0: never). `coupled`
     reuse with such losses is turned off likewise; losses of `lenient` are reported.
-
-    `window_tokens` are the first window of `aimd`, its growth after a round that accepted the whole
-    window, and the largest window; `match_tokens` are the longest and the shortest match of
-    `histospec`. The defaults are RhymeRL's (section 5.4).
     """
 
     budget: str = "goodput"
     sources: tuple[SourceName | UserName, ...] = ("last", "history", "group", "own")
-    group_update_tokens: int = 4
     losing_steps: int = 3
-    window_tokens: tuple[int, ...] = (2, 2, 32)
-    match_tokens: tuple[int, ...] = (7, 3)
 
     def __post_init__(self) -> None:
         if self.budget.partition(":")[0] != "fixed":
@@ -59,23 +52,8 @@ class SpeculationConfig:
             raise ValueError('no sources to draft from: name some, or set budget = "off"')
         if {"history", "histospec"} <= set(self.sources):
             raise ValueError("sources must have history or histospec, not both")
-        if self.group_update_tokens < 1 or self.losing_steps < 0:
-            raise ValueError(
-                "group_update_tokens must be at least 1 and losing_steps at least 0, got "
-                f"{self.group_update_tokens} and {self.losing_steps}"
-            )
-        windows = self.window_tokens
-        matches = self.match_tokens
-        if len(windows) != 3 or windows[1] < 0 or not 1 <= windows[0] <= windows[2]:
-            raise ValueError(
-                "expected window_tokens of a first window, its growth and the largest one, such as "
-                f"(2, 2, 32), got {windows}"
-            )
-        if len(matches) != 2 or not 1 <= matches[1] <= matches[0]:
-            raise ValueError(
-                "expected match_tokens of the longest and the shortest match, such as (7, 3), got "
-                f"{matches}"
-            )
+        if self.losing_steps < 0:
+            raise ValueError(f"losing_steps must be at least 0, got {self.losing_steps}")
 
     @property
     def enabled(self) -> bool:
@@ -110,14 +88,13 @@ class DraftModelConfig:
     `directory` is its Hugging Face folder or GGUF file, with the tokenizer of the policy;
     `directories` are alternatives for drafting workers (see Drafting). A round drafts a chain of up
     to `max_depth` tokens for each request: the `likeliest` tokens, until their probability falls
-    below `min_prob`, or draws with the noise of the policy (`shared_noise`).
+    below 5%, or draws with the noise of the policy (`shared_noise`).
     """
 
     directory: str | None = None
     directories: tuple[str, ...] = ()
     max_depth: int = 6
     proposal: Proposal = "likeliest"
-    min_prob: float = 0.05
 
     @property
     def each(self) -> tuple[DraftModelConfig, ...]:
@@ -126,7 +103,7 @@ class DraftModelConfig:
         return tuple(dataclasses.replace(self, directory=f, directories=()) for f in folders)
 
     def __post_init__(self) -> None:
-        ChainConfig(max_draft_tokens=self.max_depth, min_prob=self.min_prob)
+        ChainConfig(max_draft_tokens=self.max_depth)
         if self.proposal not in ("likeliest", "shared_noise"):
             raise ValueError(f"proposal must be likeliest or shared_noise, got {self.proposal!r}")
 

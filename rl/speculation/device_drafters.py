@@ -28,6 +28,7 @@ from reprise.spec.eagle.drafter import EagleDrafter
 from reprise.spec.eagle.model import DeviceWeights, EagleParams, EagleWeights
 
 T = TypeVar("T")
+MIN_PROB = 0.05  # of a chain that the draft model continues
 
 
 class DrafterSource(Protocol):
@@ -148,7 +149,7 @@ class DraftModel:
             self._params_on(runner),
             ChainConfig(
                 max_draft_tokens=max_depth,
-                min_prob=config.min_prob,
+                min_prob=MIN_PROB,
             ),
             runner=runner,
             sampling=context.spec.sampling,

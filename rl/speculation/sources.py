@@ -53,19 +53,14 @@ from reprise.spec.retrieval.suffix_queries import ProposalRule
 from reprise.spec.reuse.rollout_cache import CachedGroup, RolloutCache
 from reprise.spec.round_times import RoundTimes, RunSeconds
 
-HISTORY_RULES = {"history": history.RULE, "histospec": history.PAPER_RULE}  # default rules
+HISTORY_RULES = {"history": history.RULE, "histospec": history.PAPER_RULE}
 MAX_WORKERS = 2**16
 
 
 def history_rule(config: SpeculationConfig) -> ProposalRule:
     """Return the rule that the history source of a configuration drafts by."""
     assert config.history_source is not None
-    rule = HISTORY_RULES[config.history_source]
-    max_length, shortest = config.match_tokens
-    if config.history_source != "histospec":
-        return rule
-    max_tokens = max(rule.path_tokens, config.window_tokens[2])
-    return rule._replace(longest=max_length, shortest=shortest, path_tokens=max_tokens)
+    return HISTORY_RULES[config.history_source]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -219,7 +214,7 @@ class Speculation:
             if source == "last":
                 return LastResponseDrafter(last)
             if source == "group":
-                return GroupDrafter(update_tokens=self.config.group_update_tokens, server=server)
+                return GroupDrafter(server=server)
             if source == OWN:
                 return NgramDrafter()
             if source in self.drafters:
@@ -246,7 +241,7 @@ class Speculation:
             assert times is not None, "a budget of a user gets the measured seconds of a round"
             budget = self._user_budget(times)
         else:
-            budget = make_budget(self.config.budget, times, self.config.window_tokens)
+            budget = make_budget(self.config.budget, times)
         if not self.methods_of_copies:
             return union, budget
         methods = [make(source) for source in self.methods_of_copies]

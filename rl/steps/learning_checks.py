@@ -18,6 +18,7 @@ from reprise.rl.records.trajectory import Trajectory
 from reprise.rl.rewards.scores import Score
 from reprise.rl.settings.config import TrainConfig
 
+WARNING_STEPS = 3  # in a row that taught nothing
 FEW = 0.01  # share of failed samples per step that may persist
 
 
@@ -117,7 +118,7 @@ class LearningWatch:
         text = f"{self._num_idle} steps in a row have taught the policy nothing: {missing}"
         if self._num_idle == run.no_update_limit_steps:
             raise NotLearning(f"step {step}: {text} (Run.no_update_limit_steps)")
-        if self._num_idle == run.no_update_warning_steps:
+        if self._num_idle == WARNING_STEPS:
             self._say(f"warning: step {step}: {text}")
 
     def end(self) -> None:

@@ -444,9 +444,6 @@ def step_scheduler(
             HistoPipeConfig(
                 num_steps,
                 config.ranking_groups,
-                last_share=config.last_share,
-                growth_quantile=config.growth_quantile,
-                least_growth=config.least_growth,
                 epoch_prompts=epoch_prompts,
                 check_tokens=config.chunk_tokens,
                 tau=None if pacing is None else pacing.tau,

@@ -33,10 +33,7 @@ class SchedConfig:
     `PATH.py:NAME` (docs/add_a_scheduler.md). With `histopipe`, workers serve `ranking_groups`
     groups of prompts, ranked by the lengths of the last epoch, and start the next step without
     waiting. With more workers than groups, `allocation` assigns workers to groups by `measured`
-    round times, or in `even` shares. The last `last_share` (α) of the requests in a group may be
-    moved once they are β times as long as the longest median of the prompts in the group; β is the
-    quantile `growth_quantile` of the growth of responses since the previous epoch, and at least
-    `least_growth`.
+    round times, or in `even` shares.
     """
 
     mode: Mode = "sync"
@@ -48,9 +45,6 @@ class SchedConfig:
     pool_bytes: int = 2**33
     ranking_groups: int = 8
     allocation: Allocation = "measured"
-    last_share: float = 0.1
-    growth_quantile: float = 0.75
-    least_growth: float = 1.1
     on_error: OnError = "stop"  # or restart: requests of a failed or hung worker move to others
 
     def __post_init__(self) -> None:
@@ -71,11 +65,6 @@ class SchedConfig:
                 "expected at least one worker, device, token of a chunk and ranking group, got "
                 f"{self.workers}, {self.devices_per_worker}, {self.chunk_tokens} and "
                 f"{self.ranking_groups}"
-            )
-        if not (0 <= self.last_share <= 1 and 0 <= self.growth_quantile <= 1 <= self.least_growth):
-            raise ValueError(
-                "expected last_share and growth_quantile of 0 to 1, and least_growth of at least "
-                f"1, got {self.last_share}, {self.growth_quantile} and {self.least_growth}"
             )
 
     @property

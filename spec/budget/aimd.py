@@ -5,8 +5,6 @@ A = live requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from reprise.spec.budget.budget import Budget, DraftDecision, PlainSpell, Sizes, all_that_fit
@@ -27,20 +25,13 @@ DECAY = 0.9  # per round, of the mean tokens per request
 CLOSED_ROUNDS = 32, 256  # min and max rounds before a closed gate checks again
 
 
-def next_windows(
-    window_A: np.ndarray,
-    longest_A: np.ndarray,
-    accepted_A: np.ndarray,
-    window_tokens: Sequence[int] | None = None,
-) -> np.ndarray:
+def next_windows(window_A: np.ndarray, longest_A: np.ndarray, accepted_A: np.ndarray) -> np.ndarray:
     """Return the windows after a round, a step larger if the whole longest path was accepted.
 
-    Otherwise the window resets. `window_tokens` holds the first window, the step and the largest
-    window; the default is the paper's.
+    Otherwise the window resets.
     """
-    start, step, largest = window_tokens or (START_TOKENS, STEP_TOKENS, MAX_TOKENS)
-    grown_A = np.minimum(window_A + step, largest)
-    changed_A = np.where(accepted_A >= longest_A, grown_A, start)
+    grown_A = np.minimum(window_A + STEP_TOKENS, MAX_TOKENS)
+    changed_A = np.where(accepted_A >= longest_A, grown_A, START_TOKENS)
     return np.where(longest_A > 0, changed_A, window_A)
 
 
@@ -53,13 +44,10 @@ class Aimd(Budget):
     until it checks again; it then compares refused drafts with the tokens drawn instead.
     """
 
-    def __init__(
-        self, times: RoundTimes | None = None, window_tokens: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, times: RoundTimes | None = None) -> None:
         self._times = times
-        self._window_tokens = window_tokens
         index = RequestIndex()
-        self._windows = PerRequest(index, window_tokens[0] if window_tokens else START_TOKENS)
+        self._windows = PerRequest(index, START_TOKENS)
         self._tokens_per_request = 0.0  # per round with drafts, a decayed mean
         self._closed = PlainSpell(index, *CLOSED_ROUNDS)
 
@@ -96,7 +84,7 @@ class Aimd(Budget):
         if acceptance.verified:
             max_length_A = longest_paths(drafts, acceptance.observed_AN)
             before_A = self._windows.get(live)
-            windows_A = next_windows(before_A, max_length_A, accepted_A, self._window_tokens)
+            windows_A = next_windows(before_A, max_length_A, accepted_A)
             self._windows.set(live, windows_A)
         elif not drafts.count_A.any():
             return

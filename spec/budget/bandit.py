@@ -25,6 +25,8 @@ from reprise.spec.budget.union import DrafterUnion
 from reprise.spec.drafter import Acceptance, Drafts, LiveSlots, RoundsDrafter, Source
 from reprise.spec.round_times import RoundTimes
 
+EPSILON = 0.1  # probability of a random arm
+WINDOW = 32  # rewards of an arm that count
 _STRIDE = 2**64  # counter distance between two draws, so that draws never overlap
 
 
@@ -55,7 +57,7 @@ class BegMab:
         self._num_chosen = collections.Counter[str]()  # by name, since the last `take_chosen`
         # R_s: tokens per second of the batch
         self._rewards = {
-            (bucket, s.name): collections.deque[float](maxlen=config.window)
+            (bucket, s.name): collections.deque[float](maxlen=WINDOW)
             for bucket, candidates in enumerate(self._candidates)
             for s in candidates
         }
@@ -80,7 +82,7 @@ class BegMab:
         bits = np.random.Philox(key=self._seed, counter=self._draws * _STRIDE)
         self._draws += 1
         rng = np.random.Generator(bits)
-        if rng.random() < self.config.epsilon:
+        if rng.random() < EPSILON:
             return candidates[int(rng.integers(len(candidates)))]
         best = self.best(batch_size)
         assert best is not None, "all candidates have rewards"

@@ -19,8 +19,8 @@ class TunerConfig:
     Range i of batch sizes starts at `thresholds[i]` and verifies `verify_tokens[i]` draft tokens
     per request; an extra threshold adds a range with only plain decoding. The arms of a range are
     each single drafter, all text drafters, all drafters, and plain decoding. An arm with a device
-    drafter exists once for each of `depths` that its drafters reach. With probability `epsilon` a
-    random arm is chosen, otherwise the arm with the best median of its last `window` rewards.
+    drafter exists once for each of `depths` that its drafters reach. One round in ten chooses a
+    random arm, the others the arm with the best median of its last 32 rewards.
 
     The defaults follow TLT's table 4, where 48 or 64 tokens are best for 1 to 4 requests, by 1 to
     5% (`Engine.max_nodes` allows 32); the smallest number in the table is 16.
@@ -29,19 +29,12 @@ class TunerConfig:
     thresholds: tuple[int, ...] = (1, 5, 17, 33)
     verify_tokens: tuple[int, ...] = (31, 15, 7)
     depths: tuple[int, ...] = (3, 6, 10)
-    epsilon: float = 0.1
-    window: int = 32
 
     def __post_init__(self) -> None:
         ascends = all(a < b for a, b in itertools.pairwise(self.thresholds))
         if self.thresholds[:1] != (1,) or not ascends:
             raise ValueError(
                 f"expected thresholds that begin with 1 and ascend, got {self.thresholds}"
-            )
-        if not 0.0 <= self.epsilon <= 1.0 or self.window < 1:
-            raise ValueError(
-                "expected epsilon between 0 and 1 and a window of at least 1, got "
-                f"{self.epsilon} and {self.window}"
             )
         descends = all(a > b for a, b in itertools.pairwise(self.verify_tokens))
         if not self.verify_tokens or min(self.verify_tokens) < 1 or not descends:

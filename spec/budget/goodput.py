@@ -6,8 +6,6 @@ accepted draft tokens. A = live requests, B = slots, N = draft tokens, S = cache
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from reprise.spec.budget.aimd import Aimd
@@ -208,13 +206,11 @@ class Goodput(Budget):
         self._all_expected = ALL_DECAY * self._all_expected + float(expected_A.sum())
 
 
-def make_budget(
-    policy: str, times: RoundTimes | None, window_tokens: Sequence[int] | None = None
-) -> Budget:
+def make_budget(policy: str, times: RoundTimes | None) -> Budget:
     """Return the budget that `policy` names, for one rollout; for `bandit` see `BanditBudget`."""
     name, size = parse_budget(policy)
     if name == "aimd":
-        return Aimd(times, window_tokens)
+        return Aimd(times)
     if name == "goodput":
         assert times is not None, "goodput needs the measured seconds of a round"
         return Goodput(times)

@@ -104,30 +104,20 @@ VARIANTS: dict[str, LossTerms] = {
 class DrafterTrainingConfig:
     """The trained variant and the AdamW learning rate.
 
-    `chunk_tokens` limits the number of entries with logits in memory at a time. The learning rate
-    rises over `warmup_steps` and then stays constant, since drafter training lasts as long as
-    policy training. Products are in `compute_dtype`; `auto` selects the dtype of policy rollouts.
-    Weights and optimizer state are float32.
+    The learning rate rises over `warmup_steps` and then stays constant, since drafter training
+    lasts as long as policy training. Products have the dtype of policy rollouts. Weights and
+    optimizer state are float32.
     """
 
     variant: Variant = "eagle"
-    chunk_tokens: int = 4096
     learning_rate: float = 3e-4
     warmup_steps: int = 20
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.compute_dtype not in (known := ("auto", "float32", "bfloat16")):
-            raise ValueError(
-                f"compute_dtype must be one of {', '.join(known)}, got {self.compute_dtype!r}"
-            )
         if self.variant not in VARIANTS:
             raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {self.variant!r}")
-        if self.chunk_tokens < 1 or self.warmup_steps < 0:
-            raise ValueError(
-                "expected chunk_tokens >= 1 and warmup_steps >= 0, got "
-                f"{self.chunk_tokens} and {self.warmup_steps}"
-            )
+        if self.warmup_steps < 0:
+            raise ValueError(f"expected warmup_steps >= 0, got {self.warmup_steps}")
         if not 0 <= self.learning_rate < math.inf:
             raise ValueError(f"expected a learning_rate of 0 or above, got {self.learning_rate}")
 
@@ -143,30 +133,14 @@ class DrafterTrainingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataBufferConfig:
-    """Limits of the data buffer: bytes, the share of samples from earlier steps, and their age.
+    """The bytes of hidden states, from this step and the last one, that a drafter learns from.
 
-    Hidden states are collected for a share `collected_share` of the requests in a step. Each
-    request is drawn before it runs. None: the share that fits the part of `max_bytes` for the step,
-    if sequences are as long as in the previous step, or as long as possible in the first step.
+    They are collected for a share of the requests of a step that fits its half of `max_bytes`, if
+    sequences are as long as in the previous step, or as long as possible in the first step.
     """
 
     max_bytes: int = 2**30
-    long_share: float = 0.5
-    max_age_steps: int = 1
-    collected_share: float | None = None
 
     def __post_init__(self) -> None:
-        if self.max_bytes < 1 or self.max_age_steps < 0:
-            raise ValueError(
-                "expected max_bytes >= 1 and max_age_steps >= 0, got "
-                f"{self.max_bytes} and {self.max_age_steps}"
-            )
-        if not 0.0 <= self.long_share <= 1.0:
-            raise ValueError(
-                f"expected long_share, a share of tokens, between 0 and 1, got {self.long_share}"
-            )
-        if self.collected_share is not None and not 0.0 < self.collected_share <= 1.0:
-            raise ValueError(
-                "expected a collected_share of requests above 0 and up to 1, or None, got "
-                f"{self.collected_share}"
-            )
+        if self.max_bytes < 1:
+            raise ValueError(f"expected max_bytes >= 1, got {self.max_bytes}")

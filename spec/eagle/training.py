@@ -46,6 +46,7 @@ from reprise.spec.eagle.config import DrafterTrainingConfig, EagleConfig
 from reprise.spec.eagle.model import EagleParams, SharedParams
 from reprise.spec.eagle.training_data import DrafterBatch
 
+CHUNK_TOKENS = 4096  # entries with logits in memory at a time
 Entries = list[tuple[jax.Array, jax.Array]]  # rotated keys and values of each step, [B, T, K, h]
 
 
@@ -244,8 +245,7 @@ def loss(
     the teacher, in the rollout dtype. Raises ValueError if drafter and variant do not fit.
     """
     _check_fit(config, training, frozen)
-    is_auto = training.compute_dtype == "auto"
-    dtype = frozen.head_UD.dtype if is_auto else jnp.dtype(training.compute_dtype)
+    dtype = frozen.head_UD.dtype
     params = jax.tree.map(lambda p: p.astype(dtype), params)
     terms = training.terms
     J = training.terms.unroll_steps
@@ -261,7 +261,7 @@ def loss(
         jnp.roll(batch.tokens_BT, -2, axis=1),
         counts_JBT,
         jnp.asarray(temperature, jnp.float32),
-        chunk_tokens=training.chunk_tokens,
+        chunk_tokens=CHUNK_TOKENS,
     )
     num_J = jnp.sum(counts_JBT, axis=(1, 2))
     decay_J = terms.unroll_decay ** jnp.arange(J, dtype=jnp.float32)

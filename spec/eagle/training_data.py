@@ -23,6 +23,9 @@ from flax import struct
 
 from reprise.spec.eagle.config import DataBufferConfig
 
+LONG_SHARE = 0.5  # of the tokens of a sample, from earlier steps
+MAX_AGE_STEPS = 1  # of a sequence in the buffer
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HiddenStates:
@@ -206,20 +209,17 @@ class DataBuffer:
     def share_for(
         self, step: int, num_requests: int, max_total_tokens: int, token_bytes: int
     ) -> float:
-        """Return the share of requests to collect in a step: `DataBufferConfig.collected_share`.
+        """Return the share of requests to collect in a step, each drawn before it runs.
 
-        If that is None, each step has an equal part of `max_bytes`. Requests are expected to be as
-        long as the sequences held from the newest earlier step. Without such a step, they are
-        expected to have `max_total_tokens` tokens.
+        Each step has an equal part of `max_bytes`. Requests are expected to be as long as the
+        sequences held from the newest earlier step. Without such a step, they are expected to have
+        `max_total_tokens` tokens.
         """
-        config = self.config
-        if config.collected_share is not None:
-            return config.collected_share
         with self._lock:
             newest = max((s for s in self._steps if s < step), default=None)
             lengths = [max_total_tokens] if newest is None else map(_length, self._steps[newest])
             expected_tokens = num_requests * float(np.mean([*lengths]))
-        room_bytes = config.max_bytes / (1 + config.max_age_steps)
+        room_bytes = self.config.max_bytes / (1 + MAX_AGE_STEPS)
         return min(1.0, room_bytes / (expected_tokens * token_bytes))
 
     def wants(self, num_tokens: int, step: int) -> bool:
@@ -287,7 +287,7 @@ class DataBuffer:
     def sample(self, num_tokens: int, step: int, rng: np.random.Generator) -> list[HiddenStates]:
         """Draw sequences with `num_tokens` tokens or slightly more, to train a drafter in `step`.
 
-        1. A share `long_share` of the tokens comes from earlier steps. Sequences are drawn without
+        1. A share `LONG_SHARE` of the tokens comes from earlier steps. Sequences are drawn without
         replacement, in proportion to their lengths, among the sequences longer than the longest of
         `step`, or among all if no sequence is longer. 2. The rest is drawn uniformly from `step`.
         3. If these are too few, more sequences of 1 follow, then the other sequences of earlier
@@ -296,7 +296,7 @@ class DataBuffer:
         """
         with self._lock:
             now = list(self._steps.get(step, ()))
-            ages = range(self.config.max_age_steps, 0, -1)
+            ages = range(MAX_AGE_STEPS, 0, -1)
             before = [c for age in ages for c in self._steps.get(step - age, ())]
         max_length = max(map(_length, now), default=0)
         lengths = np.asarray(list(map(_length, before)), np.float64)
@@ -307,7 +307,7 @@ class DataBuffer:
         long = [before[i] for i in order if lengths[i] > min_length]
         others = [before[i] for i in order if lengths[i] <= min_length]
         now = [now[i] for i in rng.permutation(len(now))]
-        chosen = _first(long, self.config.long_share * num_tokens)
+        chosen = _first(long, LONG_SHARE * num_tokens)
         long = long[len(chosen) :]
         for more in (now, long, others):
             chosen += _first(more, num_tokens - sum(map(_length, chosen)))
@@ -357,7 +357,7 @@ class DataBuffer:
 
     def _evicted_for(self, num_tokens: int, num_bytes: int, step: int) -> dict[int, int] | None:
         """Return the evictions per step that make room for a new sequence; None: drop it."""
-        if step < self._newest_step - self.config.max_age_steps:
+        if step < self._newest_step - MAX_AGE_STEPS:
             return None
         over = self._num_bytes + num_bytes - self.config.max_bytes
         evicted: dict[int, int] = {}
@@ -378,7 +378,7 @@ class DataBuffer:
             if self._newest_step in self._steps:
                 self._steps[self._newest_step].sort(key=_length)
             self._newest_step = step
-            self._drop_before(step - self.config.max_age_steps)
+            self._drop_before(step - MAX_AGE_STEPS)
 
     def _drop_before(self, step: int) -> None:
         for held_step in [s for s in self._steps if s < step]:

@@ -19,8 +19,8 @@ def bytes_of(length):
     return sequence(length).num_bytes
 
 
-def buffer(max_bytes=2**30, **more):
-    return DataBuffer(DataBufferConfig(max_bytes, **more))
+def buffer(max_bytes=2**30):
+    return DataBuffer(DataBufferConfig(max_bytes))
 
 
 def held(buffer):
@@ -47,9 +47,9 @@ def lengths(sequences):
     return [len(c.tokens_T) for c in sequences]
 
 
-def mixed(**more):
+def mixed():
     """Step 1 has lengths 10 … 100, step 2 so far 4, 5, 6, 20."""
-    kept = buffer(**more)
+    kept = buffer()
     for length in range(10, 110, 10):
         kept.add(sequence(length, name=length), 1)
     for length in (4, 20, 5, 6):

@@ -22,8 +22,6 @@ DRAFTER = DrafterConfig(
     micro_batches=3,
     batch_rows=1,
     row_tokens=24,
-    swap_every_steps=2,
-    checkpoint_every_steps=2,
 )
 TRAINING = DrafterTrainingConfig(learning_rate=0.01, warmup_steps=0)
 

@@ -23,6 +23,13 @@ from reprise.spec.eagle.config import DataBufferConfig
 from reprise.spec.eagle.training_data import DataBuffer, RequestSample
 
 
+@pytest.fixture(autouse=True)
+def often(monkeypatch):
+    """Every second step swaps weights, and saves."""
+    monkeypatch.setattr(trainer_module, "SWAP_EVERY_STEPS", 2)
+    monkeypatch.setattr(trainer_module, "SAVE_EVERY_STEPS", 2)
+
+
 @pytest.fixture(scope="module")
 def engine():
     return make_engine()

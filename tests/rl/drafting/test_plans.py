@@ -301,7 +301,6 @@ def test_without_seconds_every_copy_is_worth_it():
         ({"ahead": "telepathy"}, "expected ahead of free_running, enumeration, got 'telepathy'"),
         ({"window": 0}, "window must be 1 … 32, got 0"),
         ({"window": 33}, "window must be 1 … 32, got 33"),
-        ({"fan_out": 0}, "fan_out must be at least 1, got 0"),
         ({"workers": -1}, "workers must be 0 or more, got -1"),
         ({"reconfigure_tokens": -1}, "reconfigure_tokens must be 0 or more, got -1"),
         ({"requests_per_helper": -2}, "requests_per_helper must be 0 or more, got -2"),

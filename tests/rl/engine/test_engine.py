@@ -264,7 +264,7 @@ def never_drafts(budget):
     if budget != "bandit":
         return drafter, make_budget(budget, TIMES)
     union = DrafterUnion([drafter], ["own"])
-    tuner = TunerConfig(thresholds=(1,), verify_tokens=(3,), epsilon=0.0)
+    tuner = TunerConfig(thresholds=(1,), verify_tokens=(3,))
     return union, BanditBudget(make_bandit(tuner, ["own"], 0, {}, 0), TIMES, union)
 
 

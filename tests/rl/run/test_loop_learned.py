@@ -12,6 +12,7 @@ from run_settings import BANDIT, LEARNED, PIPELINE, SETTINGS, TRAINED_AFTER
 from whole_steps import whole_steps
 
 from reprise.rl.assembly.drafter_run import DrafterRun
+from reprise.rl.drafter_training import trainer as drafter_trainer
 from reprise.rl.engine.rollout_spec import RolloutSpec
 from reprise.rl.rewards.pool import RewardPool
 from reprise.rl.runtime.signals import Stopped
@@ -143,9 +144,10 @@ def test_a_step_collects_as_many_requests_as_its_part_of_the_buffer_holds():
     assert run.sink(3) is None, "nothing trains on them"
 
 
-def test_idle_workers_of_a_pipeline_train_it(tiny, tmp_path):
+def test_idle_workers_of_a_pipeline_train_it(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(drafter_trainer, "SAVE_EVERY_STEPS", 1)
     with spare_time():
-        settings = (*LEARNED, *SETTINGS, *PIPELINE, "Drafter.checkpoint_every_steps=1")
+        settings = (*LEARNED, *SETTINGS, *PIPELINE)
         done = finish(tiny, tmp_path, *settings)
     assert done.rows[-1]["drafter/total_steps"] > 0
     assert whole_steps(tmp_path / "drafter")[0] > 0

@@ -63,6 +63,12 @@ def test_every_example_is_tested():
     }
 
 
+@pytest.mark.parametrize("name", ["cispo.py", "whole_batch.py"])
+def test_the_file_of_a_shipped_configuration_is_that_of_the_page(name):
+    text, _ = examples("add_an_algorithm.md")[name]
+    assert (DOCS.parent / "configs" / "losses" / name).read_text(encoding="utf-8") == text
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize("budget", ["fixed:3", "goodput", "bandit"])
 def test_a_drafter_drafts_and_changes_no_token(tiny, plain, settings_of, tmp_path, budget):

@@ -331,13 +331,13 @@ def test_logits_that_are_not_finite_end_the_run_with_the_step_before_saved(
 
 
 def test_a_run_that_learns_nothing_ends_with_its_last_step_saved(tiny, tmp_path):
-    limits = "Run.no_update_warning_steps=1", "Run.no_update_limit_steps=2"
+    limits = "Run.no_update_limit_steps=4", "Run.steps=6"
     settings = tiny_run.rewarded(tiny, "none"), "Checkpoint.every_steps=0", *limits
     show = tiny_run.Recorder()
-    with pytest.raises(NotLearning, match="step 2: 2 steps in a row .*no response has a reward"):
+    with pytest.raises(NotLearning, match="step 4: 4 steps in a row .*no response has a reward"):
         tiny_run.train(tiny, tmp_path, *settings, show=show)
-    assert any("1 steps in a row have taught" in text for text in show.messages)
-    assert (tmp_path / "checkpoints" / "step_00000002").is_dir()
+    assert any("3 steps in a row have taught" in text for text in show.messages)
+    assert (tmp_path / "checkpoints" / "step_00000004").is_dir()
 
 
 def test_a_reward_that_does_not_apply_is_no_failure(tiny, tmp_path):

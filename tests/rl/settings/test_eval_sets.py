@@ -9,10 +9,16 @@ import pytest
 from reprise.rl.data.tasks import TaskConfig, open_tasks
 from reprise.rl.gin.loader import load
 from reprise.rl.settings.config import TrainConfig
-from reprise.rl.settings.eval_sets import EvalConfig, EvalSet, EvalSets, open_sets, split_names
+from reprise.rl.settings.eval_sets import (
+    EVAL_SEED,
+    EvalConfig,
+    EvalSet,
+    EvalSets,
+    open_sets,
+    split_names,
+)
 from reprise.rl.settings.inputs import open_inputs, remarks
 from reprise.spec.config import SamplingConfig
-from tests.support import tiny_run
 
 GCD = "reasoning_gym:gcd"
 
@@ -50,11 +56,8 @@ def prompts(found):
         ({"num_prompts": -1}, "num_prompts must be 0 to 100,000"),
         ({"every_steps": -1}, "every_steps must be 0 to"),
         ({"num_prompts": 10**9}, "num_prompts must be 0 to 100,000"),
-        ({"max_prompt_tokens": 0}, "max_prompt_tokens must be at least 1"),
-        ({"seed": -1}, "seed must be"),
         ({"temperature": -1.0}, "temperature must be 0"),
         ({"samples": 4}, "greedy responses to a question would all be the same"),
-        ({"samples": 4, "temperature": 1.0, "ks": (1, 8)}, "raise samples"),
         ({"correct_at": float("nan")}, "correct_at must be finite"),
         ({"sets": ("a=jsonl:x", "a=jsonl:y")}, "every name once, got a twice"),
         ({"sets": ("jsonl:x/test.jsonl", "jsonl:y/test.jsonl")}, "every name once, got test"),
@@ -66,11 +69,11 @@ def test_the_section_refuses_what_cannot_be(wrong, message):
         EvalConfig(**wrong)
 
 
-def test_the_powers_of_two_are_the_default_ks():
-    def ks(samples, *asked):
-        return EvalConfig(samples=samples, temperature=1.0, ks=asked).all_ks
+def test_the_powers_of_two_are_the_ks():
+    def ks(samples):
+        return EvalConfig(samples=samples, temperature=1.0).ks
 
-    assert (ks(8), ks(7), ks(7, 1, 7)) == ((1, 2, 4, 8), (1, 2, 4), (1, 7))
+    assert (ks(8), ks(7)) == ((1, 2, 4, 8), (1, 2, 4))
 
 
 def test_it_is_due_before_at_the_end_and_in_between():
@@ -104,7 +107,7 @@ def test_questions_of_a_file_that_training_holds_are_counted_and_said(tmp_path):
     assert one.prompts[1] == tuple(map(ord, "seen"))
     said = found.remarks()
     assert said[0].startswith("3 of 4 questions of set own are in the training set, 2 of them but")
-    assert said[1].startswith("1 questions of set own are left out: longer than Eval.max_prompt")
+    assert said[1].startswith("1 questions of set own are left out: longer than Rollout.max_p")
 
 
 def test_a_chat_holds_a_question_that_training_has_as_text(tmp_path):
@@ -115,20 +118,20 @@ def test_a_chat_holds_a_question_that_training_has_as_text(tmp_path):
     assert (found.sets[0].seen, found.sets[0].alike) == (0, 1)
 
 
-def test_of_a_large_file_questions_are_drawn_by_the_seed_in_the_files_order(tmp_path):
+def test_of_a_large_file_the_same_questions_are_drawn_in_the_files_order(tmp_path):
     spec = write(tmp_path / "x.jsonl", *(f"q{i:03}" for i in range(200)))
-    first, again, other = (
-        prompts(opened(EvalConfig(sets=(spec,), num_prompts=8, seed=s), tmp_path=tmp_path))[0]
-        for s in (1, 1, 2)
+    first, again = (
+        prompts(opened(EvalConfig(sets=(spec,), num_prompts=8), tmp_path=tmp_path))[0]
+        for _ in range(2)
     )
     assert first == again == sorted(first) and len(set(first)) == 8
-    assert first != other and first != [f"q{i:03}" for i in range(8)]
+    assert first != [f"q{i:03}" for i in range(8)]
 
 
 def test_generated_questions_are_those_that_training_does_not_have(tmp_path):
     task = TaskConfig(specs=(f"{GCD}?max_value=99", GCD, write(tmp_path / "file.jsonl", "x")))
     config = EvalConfig(num_prompts=30)
-    everything = open_tasks(TaskConfig(specs=(f"{GCD}?max_value=99",), size=120), config.seed)
+    everything = open_tasks(TaskConfig(specs=(f"{GCD}?max_value=99",), size=120), EVAL_SEED)
     held = [everything[i].prompt for i in range(60)]
     limit, encode = 10**6, lambda e: tuple(map(ord, e.prompt))
     spec = write(tmp_path / "held.jsonl", *(p.upper() for p in held))
@@ -185,7 +188,7 @@ def test_the_fingerprint_is_that_of_what_is_asked_and_how():
         one = EvalSet("a", "jsonl:x", (), (prompt,))
         return EvalSets((one,)).fingerprint(EvalConfig(**options), SamplingConfig())
 
-    others = [marked(prompt=(1, 3)), marked(seed=1), marked(correct_at=0.5)]
+    others = [marked(prompt=(1, 3)), marked(temperature=1.0), marked(correct_at=0.5)]
     assert len({marked(), *others}) == 4
     assert marked() == marked(every_steps=7)
 
@@ -195,12 +198,8 @@ def test_the_fingerprint_is_that_of_what_is_asked_and_how():
 
 def test_a_run_opens_its_sets_with_its_other_inputs(tiny, tmp_path):
     spec = write(tmp_path / "x.jsonl", "1+1=", "3+3+3+3+3=")
-    asked = (f"Eval.sets=('own={spec}',)", "Eval.num_prompts=4", "Eval.max_prompt_tokens=12")
+    asked = (f"Eval.sets=('own={spec}',)", "Eval.num_prompts=4", "Rollout.max_prompt_tokens=12")
     config = load(TrainConfig, [tiny], asked)
     inputs = open_inputs(config)
     assert [len(p) for p in inputs.evals.sets[0].prompts] == [4, 10]
     assert any("1 of 2 questions of set own are in the" in r for r in remarks(config, inputs))
-    too_long = load(TrainConfig, [tiny], [*asked[:2], "Eval.max_prompt_tokens=60"])
-    with pytest.raises(ValueError, match=r"Eval\.max_prompt_tokens=60 and Sampling"):
-        open_inputs(too_long)
-    assert tiny_run.MODEL.max_positions == 64

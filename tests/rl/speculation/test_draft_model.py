@@ -14,6 +14,7 @@ from reprise.models import hf, transformer
 from reprise.rl.gin.loader import load
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import open_inputs
+from reprise.rl.speculation import device_drafters
 from reprise.rl.speculation.config import DraftModelConfig
 from reprise.rl.speculation.device_drafters import DraftModel
 from tests.support import tiny_run
@@ -48,9 +49,10 @@ def test_the_policys_beginnings_draft_what_it_draws(tiny, tmp_path, plain):
 
 
 @pytest.mark.parity
-def test_another_model_drafts_beside_siblings(tiny, tmp_path, plain):
+def test_another_model_drafts_beside_siblings(tiny, tmp_path, plain, monkeypatch):
+    monkeypatch.setattr(device_drafters, "MIN_PROB", 0.0)
     other = save_model(tmp_path / "other", d_model=8, num_kv_heads=1)
-    settings = (*DRAFTS, *asks(other, "group", "own"), "DraftModel.min_prob=0.0")
+    settings = (*DRAFTS, *asks(other, "group", "own"))
     got = finish(tiny, tmp_path / "run", *settings, "Run.steps=2")
     assert texts(got) == texts(plain)
     assert got.rows[0]["spec/model/speculated_fraction"] < 0.5

@@ -12,7 +12,7 @@ from reprise.spec.budget.aimd import Aimd
 from reprise.spec.budget.budget import FixedBudget
 from reprise.spec.budget.goodput import Goodput
 from reprise.spec.drafter import Source
-from reprise.spec.retrieval.history import PAPER_RULE
+from reprise.spec.retrieval.history import PAPER_RULE, RULE
 from reprise.spec.reuse.rollout_cache import RolloutCache
 from reprise.spec.round_times import RoundTimes
 
@@ -120,17 +120,9 @@ def test_budgets_go_by_name(policy, kind):
         assert isinstance(drafting(speculation)[1], kind)
 
 
-def test_windows_and_matches_are_as_set():
-    settings = {"budget": "aimd", "sources": ("histospec",), "window_tokens": (5, 1, 40)}
-    with open_speculation(**settings, match_tokens=(4, 2)) as speculation:
-        drafter, budget = drafting(speculation)
-        assert budget.limits(live(0, [10]), 1).tolist() == [5]
-        rule = history_rule(speculation.config)
-        assert (rule.longest, rule.shortest, rule.path_tokens) == (4, 2, 40)
-        learn(speculation, [answer(0, [10, 11, 12, 13])])
-        drafter, _ = drafting(speculation)
-        assert drafts(drafter, live(0, [10, 11]))[0] == [12, 13], "a match of two tokens"
+def test_histospec_drafts_by_the_rule_of_the_paper():
     assert history_rule(SpeculationConfig(sources=("histospec",))) == PAPER_RULE
+    assert history_rule(SpeculationConfig(sources=("history",))) == RULE
 
 
 def test_off_drafts_nothing_and_keeps_nothing():
@@ -147,11 +139,7 @@ def test_off_drafts_nothing_and_keeps_nothing():
         ({"sources": ("web",)}, r"expected sources of last, .* or PATH.py:name, got 'web'"),
         ({"sources": ()}, r"no sources to draft from"),
         ({"sources": ("history", "histospec")}, r"sources must have history or histospec"),
-        ({"group_update_tokens": 0}, r"at least 1 and losing_steps at least 0, got 0 and 3"),
-        ({"window_tokens": (2, 2)}, r"expected window_tokens .* got \(2, 2\)"),
-        ({"window_tokens": (4, 2, 3)}, r"expected window_tokens .* got \(4, 2, 3\)"),
-        ({"match_tokens": (3, 7)}, r"expected match_tokens .* got \(3, 7\)"),
-        ({"losing_steps": -1}, r"at least 1 and losing_steps at least 0, got 4 and -1"),
+        ({"losing_steps": -1}, r"losing_steps must be at least 0, got -1"),
     ],
 )
 def test_bad_settings_are_named(settings, words):

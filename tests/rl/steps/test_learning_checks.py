@@ -102,11 +102,10 @@ def test_rewards_that_differ_teach():
 
 def test_a_run_of_steps_is_warned_about_and_ended():
     said, row = [], {"rewards/failures": 0, "completions/count": 100}
-    limits = "Run.no_update_warning_steps=2", "Run.no_update_limit_steps=4"
-    watch = LearningWatch(config(*limits), said.append)
+    watch = LearningWatch(config("Run.no_update_limit_steps=4"), said.append)
     for step, reason in enumerate([None, "why", None, "why", "why", "why"], 1):
         watch.after(step, row, reason)
-    assert said == ["warning: step 5: 2 steps in a row have taught the policy nothing: why"]
+    assert said == ["warning: step 6: 3 steps in a row have taught the policy nothing: why"]
     with pytest.raises(NotLearning, match="step 7: 4 steps .*why.*no_update_limit_steps"):
         watch.after(7, row, "why")
 

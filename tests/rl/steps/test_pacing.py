@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
 from reprise.rl.engine.stats import EngineStats, RoundRecord
-from reprise.rl.steps.pipeline import Pacing, pace_of, step_scheduler
+from reprise.rl.steps.pipeline import Pacing, pace_of
 from reprise.rl.steps.rollouts import Prompts
-from reprise.rl.workers.config import SchedConfig
 from reprise.sched.policies.histopipe import Pace
 from reprise.sched.simulator.measured_costs import MeasuredCosts
 
@@ -47,13 +44,3 @@ def test_tau_follows_the_last_step():
     assert pacing.tau()(10, 8) == pytest.approx(10 * 2 * 2.0), "two turns of four"
     pacing.played(EngineStats(timeline=[fetch(12, [1, 1], [5, 5])]))
     assert pacing.tau()(10, 4) == pytest.approx(10 / 5 * 6.0)
-
-
-def test_alpha_and_beta_are_those_of_the_configuration():
-    both = {"mode": "pipeline", "policy": "histopipe"}
-    config = SchedConfig(**both, last_share=0.3, growth_quantile=0.5, least_growth=1.7)
-    workers = SimpleNamespace(config=config)
-    found = step_scheduler(workers, num_steps=2, epoch_prompts=4)._config
-    assert (found.last_share, found.growth_quantile, found.least_growth) == (0.3, 0.5, 1.7)
-    with pytest.raises(ValueError, match=r"at least 1, got 0\.1, 0\.75 and 0\.9"):
-        SchedConfig(least_growth=0.9)

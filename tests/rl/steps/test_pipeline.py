@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import json
 import threading
 
@@ -172,14 +173,16 @@ def test_rollouts_run_and_are_scored_while_an_update_runs(tiny, tmp_path, monkey
 # --- HistoPipe --------------------------------------------------------------------------
 
 
-def test_histopipe_trains_on_every_response(tiny, tmp_path):
+def test_histopipe_trains_on_every_response(tiny, tmp_path, monkeypatch):
     """An epoch is three steps, so that half of the run goes by past lengths.
 
     Whatever grows beyond its group's median is moved.
     """
     settings = ("Sched.policy='histopipe'", "Sched.ranking_groups=2", "Run.steps=6")
-    moves = ("Sched.last_share=1.0", "Sched.growth_quantile=0.0", "Sched.least_growth=1.0")
-    done = finish(tiny, tmp_path, *FOUR, *settings, *moves)
+    moves = {"last_share": 1.0, "growth_quantile": 0.0, "least_growth": 1.0}
+    eager = functools.partial(pipeline.HistoPipeConfig, **moves)
+    monkeypatch.setattr(pipeline, "HistoPipeConfig", eager)
+    done = finish(tiny, tmp_path, *FOUR, *settings)
     moved = [row["rollout/moved"] for row in read_metrics(done.folder)]
     assert sum(moved) > 0 and moved[0] == 0, "no past lengths yet"
     counts = [row["completions/count"] for row in done.rows]

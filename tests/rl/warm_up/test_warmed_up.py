@@ -19,6 +19,7 @@ from loop_runs import (
 from run_settings import BANDIT, DAPO, DRAFTS, LEARNED, TRAINED_AFTER, WORKERS
 from whole_steps import whole_steps
 
+from reprise.rl.drafter_training import trainer as drafter_trainer
 from reprise.rl.gin.loader import load
 from reprise.rl.metrics.writer import step_rows
 from reprise.rl.settings.config import TrainConfig
@@ -71,11 +72,12 @@ def test_a_learned_drafter_in_a_run_that_is_resumed(tiny, tmp_path):
 
 
 @pytest.mark.parity
-def test_workers_with_every_drafter_and_reuse(tiny, narrow, tmp_path):
+def test_workers_with_every_drafter_and_reuse(tiny, narrow, tmp_path, monkeypatch):
     """They train the drafter in their spare time, and all of it changes no token of one engine."""
+    monkeypatch.setattr(drafter_trainer, "SAVE_EVERY_STEPS", 1)
     coupled = ("Reuse.mode='coupled'", "Sampling.draw='gumbel_blocks'", "Run.steps=6")
     drafts = (
-        *(*LEARNED, *BANDIT, *WORKERS, "Engine.min_slots=2", "Drafter.checkpoint_every_steps=1"),
+        *(*LEARNED, *BANDIT, *WORKERS, "Engine.min_slots=2"),
         "Speculation.sources=('group', 'own', 'learned', 'model')",
         f"DraftModel.directory={str(tiny.parent / 'policy')!r}",
     )

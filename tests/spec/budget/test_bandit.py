@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from reprise.rl.checkpoint import contents
+from reprise.spec.budget import bandit as bandit_module
 from reprise.spec.budget.bandit import BegMab, Strategy
 from reprise.spec.budget.config import TunerConfig
 
@@ -20,9 +21,20 @@ DEEP, WIDE, FLAT, PLAIN = (
 ALL = (DEEP, FLAT, WIDE, PLAIN)
 
 
-def bandit(strategies=ALL, seed=0, thresholds=(1, 9, 33), **more):
+def bandit(strategies=ALL, seed=0, thresholds=(1, 9, 33)):
     sizes = tuple(sorted({s.verify_tokens for s in strategies} - {0}, reverse=True))
-    return BegMab(strategies, TunerConfig(thresholds, sizes, **more), seed)
+    return BegMab(strategies, TunerConfig(thresholds, sizes), seed)
+
+
+@pytest.fixture
+def rule(monkeypatch):
+    """Sets ε, and the rewards of an arm that count."""
+
+    def changed(epsilon=bandit_module.EPSILON, window=bandit_module.WINDOW):
+        monkeypatch.setattr(bandit_module, "EPSILON", epsilon)
+        monkeypatch.setattr(bandit_module, "WINDOW", window)
+
+    return changed
 
 
 def reward(mab, strategy, value, batch_size):
@@ -34,9 +46,10 @@ def names(strategies):
     return [s.name for s in strategies]
 
 
-def test_a_trace_by_hand():
+def test_a_trace_by_hand(rule):
     """ε = 0, w = 3, batches of 2: r = (Σ accepted + 2) / elapsed."""
-    mab = bandit((DEEP, FLAT, WIDE), thresholds=(1, 9), epsilon=0.0, window=3)
+    rule(epsilon=0.0, window=3)
+    mab = bandit((DEEP, FLAT, WIDE), thresholds=(1, 9))
     assert mab.best(2) is None
     assert mab.select(2) == DEEP
     mab.record(DEEP, 0.5, [3, 1], 2)  # r = (4 + 2) / 0.5 = 12
@@ -57,9 +70,10 @@ def test_a_trace_by_hand():
     assert mab.select(20) == FLAT and mab.median_reward(FLAT, 20) is None
 
 
-def test_plain_decoding_everywhere():
+def test_plain_decoding_everywhere(rule):
     """Besides the group of each range; with a threshold more it has the last range alone."""
-    mab = bandit(thresholds=(1, 9), epsilon=0.0)
+    rule(epsilon=0.0)
+    mab = bandit(thresholds=(1, 9))
     assert names(mab.candidates(1)) == ["deep", "wide", "plain"]
     assert names(mab.candidates(9)) == names(mab.candidates(999)) == ["flat", "plain"]
     mab = bandit()
@@ -70,24 +84,25 @@ def test_plain_decoding_everywhere():
         assert mab.select(99) == PLAIN
     assert mab.state()["draws"] == 0, "where there is one candidate nothing is drawn"
     # what it brings with many requests says nothing of few
-    mab = bandit(thresholds=(1, 9), epsilon=0.0)
+    mab = bandit(thresholds=(1, 9))
     for batch_size, best in ((4, DEEP), (16, PLAIN)):
         for s in mab.candidates(batch_size):
             reward(mab, s, 100 if s == best else 50, batch_size)
     assert (mab.select(4), mab.select(16)) == (DEEP, PLAIN)
-    mab = bandit(thresholds=(1, 9), epsilon=0.0)
+    mab = bandit(thresholds=(1, 9))
     mab.record(PLAIN, 1.0, [], 16)
     assert mab.median_reward(PLAIN, 16) == 16, "a token each"
 
 
 @pytest.mark.statistical
-def test_the_bandit_explores_at_its_rate():
+def test_the_bandit_explores_at_its_rate(rule):
     """Of 4000 draws with ε = 0.2 each of three arms but the best comes 4000 · 0.05 times.
 
     Within z = 5.2 standard deviations each: false alarm rate 6e-7.
     """
     arms = [strategy(str(i), 8) for i in range(4)]
-    mab = bandit(arms, thresholds=(1,), epsilon=0.2, seed=3)
+    rule(epsilon=0.2)
+    mab = bandit(arms, thresholds=(1,), seed=3)
     for arm in arms:
         reward(mab, arm, 100 if arm.name == "2" else 10, 4)
     chosen = [mab.select(4).name for _ in range(4000)]
@@ -106,9 +121,10 @@ def play(mab, rates, rounds, rng, batch_size=4):
     return chosen
 
 
-def test_the_bandit_follows_a_change_of_rewards():
+def test_the_bandit_follows_a_change_of_rewards(rule):
     """The best arm becomes the worst: half a window later it is left, and found again later."""
-    mab = bandit([DEEP, WIDE], thresholds=(1,), window=8, seed=1)
+    rule(window=8)
+    mab = bandit([DEEP, WIDE], thresholds=(1,), seed=1)
     rng = np.random.default_rng(0)
     assert play(mab, {"deep": 100, "wide": 80}, 100, rng).count("deep") > 80
     chosen = play(mab, {"deep": 40, "wide": 80}, 100, rng)
@@ -118,8 +134,9 @@ def test_the_bandit_follows_a_change_of_rewards():
     assert mab.best(4) == DEEP
 
 
-def test_a_checkpoint_changes_nothing(tmp_path):
-    mab = bandit(window=4, epsilon=0.4, seed=5)
+def test_a_checkpoint_changes_nothing(tmp_path, rule):
+    rule(epsilon=0.4, window=4)
+    mab = bandit(seed=5)
     rng = np.random.default_rng(0)
     rates = {"deep": 100, "wide": 90, "flat": 50, "plain": 70}
     for batch_size in (2, 16, 40):
@@ -127,7 +144,7 @@ def test_a_checkpoint_changes_nothing(tmp_path):
     state = mab.state()
     assert json.loads(json.dumps(state)) == state
     contents.write_host(tmp_path, contents.encode_host({"bandit": state}))
-    other = bandit(window=4, epsilon=0.4, seed=6)
+    other = bandit(seed=6)
     play(other, rates, 5, rng)  # is gone afterwards
     other.load_state(contents.read_host(tmp_path)["bandit"])
     assert other.state() == state
@@ -148,8 +165,9 @@ def test_strategies_that_a_checkpoint_has_not_are_untried_and_others_are_forgott
     assert found == [("flat", 7), ("plain", 7)]
 
 
-def test_choices_are_counted_until_they_are_taken_and_rewards_are_of_all_ranges():
-    mab = bandit(epsilon=0.0)
+def test_choices_are_counted_until_they_are_taken_and_rewards_are_of_all_ranges(rule):
+    rule(epsilon=0.0)
+    mab = bandit()
     for batch_size, value in ((2, 5), (2, 7), (16, 3)):
         reward(mab, mab.select(batch_size), value, batch_size)
     assert mab.take_chosen() == {"deep": 1, "wide": 1, "flat": 1} and not mab.take_chosen()

@@ -69,9 +69,6 @@ def test_windows_by_hand():
         np.array([2, 4, 32, 8, 6]), np.array([2, 4, 32, 8, 0]), np.array([2, 3, 32, 0, 0])
     )
     assert windows.tolist() == [4, 2, 32, 2, 6]
-    both = np.array([4, 9]), np.array([4, 9])
-    assert next_windows(*both, np.array([4, 9]), (3, 4, 10)).tolist() == [8, 10]
-    assert next_windows(*both, np.array([0, 0]), (3, 4, 10)).tolist() == [3, 3]
 
 
 def test_off_and_fixed():

@@ -68,7 +68,7 @@ def test_goodput_repeats_its_choice_and_looks_again():
 
 
 def test_a_bandit_has_its_arm_s_nodes_and_learns_of_each_round():
-    config = TunerConfig(thresholds=(1,), verify_tokens=(3,), depths=(2,), epsilon=0.0)
+    config = TunerConfig(thresholds=(1,), verify_tokens=(3,), depths=(2,))
     union = DrafterUnion([OnDevice()], ["learned"])
     bandit = make_bandit(config, ["learned"], 3, {"learned": 2}, seed=0)
     budget, live = BanditBudget(bandit, TIMES, union), live_slots(3)

@@ -67,8 +67,14 @@ SETTINGS = {
 both = pytest.mark.parametrize("variant", SETTINGS)
 
 
+@pytest.fixture(autouse=True)
+def few_logits(monkeypatch):
+    """Batches take several chunks."""
+    monkeypatch.setattr(training_module, "CHUNK_TOKENS", 9)
+
+
 def made(variant):
-    training = DrafterTrainingConfig(variant, chunk_tokens=9)
+    training = DrafterTrainingConfig(variant)
     return training, *drafter(training.design, **SETTINGS[variant])
 
 
@@ -100,10 +106,8 @@ def test_loss_and_gradient_are_those_of_drafting(variant):
 
 
 @both
-@pytest.mark.parametrize(("setting", "bounds"), [("auto", (0.7, 1)), ("float32", (0, 0.03))])
-def test_products_are_in_the_dtype_of_rollouts_and_gradients_in_float32(variant, setting, bounds):
+def test_products_are_in_the_dtype_of_rollouts_and_gradients_in_float32(variant):
     training, config, params, frozen = made(variant)
-    training = dataclasses.replace(training, compute_dtype=setting)
     frozen = jax.tree.map(
         lambda x: x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x, frozen
     )
@@ -114,9 +118,8 @@ def test_products_are_in_the_dtype_of_rollouts_and_gradients_in_float32(variant,
     of_matrices = r"dot_general.*: \(tensor<(?!1x\d+xf32>)[^>]*x(\w+)>, tensor<[^>]*x(\w+)>\)"
     pairs = re.findall(of_matrices, text)
     rounded = sum(pair == ("bf16", "bf16") for pair in pairs)
-    # float32: the teacher alone, twice; auto: all but scalars and each entry's own score
-    low, high = bounds
-    assert len(pairs) > 100 and low * len(pairs) < rounded < high * len(pairs)
+    # all but scalars and each entry's own score
+    assert len(pairs) > 100 and 0.7 * len(pairs) < rounded < len(pairs)
     grads, _ = jax.eval_shape(partial(gradients, **static), *args)
     assert {x.dtype.name for x in jax.tree.leaves(grads)} == {"float32"}
 
@@ -339,7 +342,6 @@ def test_variants_have_their_papers_numbers():
     ("settings", "message"),
     [
         ({"variant": "medusa"}, "variant must be one of"),
-        ({"chunk_tokens": 0}, "chunk_tokens >= 1"),
         ({"warmup_steps": -1}, "warmup_steps >= 0"),
         ({"learning_rate": -1e-3}, "learning_rate of 0 or above"),
         ({"learning_rate": math.nan}, "learning_rate of 0 or above"),

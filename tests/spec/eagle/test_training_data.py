@@ -60,16 +60,8 @@ def test_states_that_do_not_fit_their_tokens_are_refused():
 
 
 def test_configurations():
-    with pytest.raises(ValueError, match="got 0 and 1"):
+    with pytest.raises(ValueError, match="expected max_bytes >= 1, got 0"):
         DataBufferConfig(0)
-    with pytest.raises(ValueError, match="got 5 and -1"):
-        DataBufferConfig(5, max_age_steps=-1)
-    for share in (-0.1, 1.1, float("nan")):
-        with pytest.raises(ValueError, match="between 0 and 1"):
-            DataBufferConfig(5, share)
-    for share in (0.0, 1.1, float("nan")):
-        with pytest.raises(ValueError, match="collected_share of requests above 0 and up to 1"):
-            DataBufferConfig(collected_share=share)
 
 
 # -- which requests are collected ------------------------------------------------------
@@ -88,7 +80,7 @@ def test_a_sample_of_requests_is_theirs_alone():
 
 
 def test_as_many_requests_are_collected_as_a_steps_part_of_the_buffer_holds():
-    kept = buffer(60_000, max_age_steps=2)  # a step's part: 20,000
+    kept = buffer(40_000)  # a step's part: 20,000
     assert kept.share_for(1, 4, 50, 100) == 1.0, "4 · 50 · 100 bytes"
     assert kept.share_for(1, 8, 50, 100) == 0.5
     for length in (10, 20, 30):
@@ -97,8 +89,6 @@ def test_as_many_requests_are_collected_as_a_steps_part_of_the_buffer_holds():
     assert kept.share_for(1, 8, 50, 100) == 0.5, "the step itself does not count"
     assert kept.share_for(2, 20, 50, 100) == 0.5, "20 of step 1's mean of 20 tokens"
     assert kept.share_for(3, 20, 50, 100) == 1.0
-    set_ = buffer(60_000, collected_share=0.1)
-    assert set_.share_for(1, 1, 1, 1) == 0.1
 
 
 # -- what is drawn ---------------------------------------------------------------------
@@ -115,7 +105,7 @@ def test_half_of_the_tokens_are_of_long_ones_of_the_step_before(seed):
     assert set(now) <= {4, 5, 6, 20}, "nothing of the step before that is as short"
 
 
-def test_one_side_fills_up_the_other():
+def test_one_side_fills_up_the_other(monkeypatch):
     """Long ones first; those of the step before that are short come last."""
     got = lengths(drawn(mixed(), 10**6, 2, 0))
     assert sorted(got) == [4, 5, 6, 10, 20, 20, *range(30, 110, 10)]
@@ -126,24 +116,26 @@ def test_one_side_fills_up_the_other():
     # at the beginning of a step nothing of it has finished, and any length is long
     got = lengths(drawn(mixed(), 200, 2 + 1, 0))
     assert set(got) <= {4, 5, 6, 20}
-    kept = buffer(long_share=0.0)
+    monkeypatch.setattr(training_data, "LONG_SHARE", 0.0)
+    kept = buffer()
     kept.add(sequence(50), 1)
     assert lengths(drawn(kept, 20, 2, 0)) == [50]
 
 
 def test_neither_too_old_nor_of_later_steps():
-    kept = buffer(max_age_steps=2)
+    kept = buffer()
     for step in range(4):
         kept.add(sequence(10 + step), step)
-    assert sorted(lengths(drawn(kept, 10**6, 2, 0))) == [11, 12]
-    assert sorted(lengths(drawn(kept, 10**6, 3, 0))) == [11, 12, 13]
+    assert sorted(lengths(drawn(kept, 10**6, 2, 0))) == [12]
+    assert sorted(lengths(drawn(kept, 10**6, 3, 0))) == [12, 13]
     assert drawn(kept, 10**6, 9, 0) == []
     assert drawn(kept, 0, 3, 0) == []
 
 
-@pytest.mark.parametrize(("share", "from_before"), [(0.0, 0), (0.25, 25), (1.0, 100)])
-def test_shares(share, from_before):
-    kept = buffer(long_share=share)
+@pytest.mark.parametrize(("share", "from_before"), [(0.0, 0), (0.25, 25), (0.5, 50), (1.0, 100)])
+def test_shares(share, from_before, monkeypatch):
+    monkeypatch.setattr(training_data, "LONG_SHARE", share)
+    kept = buffer()
     for name in range(200):
         kept.add(sequence(2, name=name), 1)
         kept.add(sequence(1, name=name), 2)
@@ -152,12 +144,13 @@ def test_shares(share, from_before):
 
 
 @pytest.mark.statistical
-def test_probs_are_lengths():
+def test_probs_are_lengths(monkeypatch):
     """First draws of lengths 10, 20, 30, 40 by multinomial counts; false alarm rate 1e-6.
 
     Each count is within z = 5.2 standard deviations with probability 1 − 2e-7, and there are four.
     """
-    kept = buffer(long_share=1.0)
+    monkeypatch.setattr(training_data, "LONG_SHARE", 1.0)
+    kept = buffer()
     for length in (10, 20, 30, 40):
         kept.add(sequence(length), 0)
     rng, rounds = np.random.default_rng(7), 4000
@@ -170,8 +163,8 @@ def test_probs_are_lengths():
 class Slow:
     """The rules once more, by sorting everything at every addition."""
 
-    def __init__(self, max_bytes, max_age):
-        self.max_bytes, self.max_age = max_bytes, max_age
+    def __init__(self, max_bytes):
+        self.max_bytes, self.max_age = max_bytes, 1
         self.all, self.newest, self.count = [], -1, 0
 
     def add(self, length, step):
@@ -195,9 +188,9 @@ adds = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 4)), max_size=40)
 
 
 @settings(deadline=None)
-@given(adds, st.integers(1, 2500), st.integers(0, 2))
-def test_the_bound_holds_and_who_stays_is_who_should(added, max_bytes, max_age):
-    kept, slow = buffer(max_bytes, max_age_steps=max_age), Slow(max_bytes, max_age)
+@given(adds, st.integers(1, 2500))
+def test_the_bound_holds_and_who_stays_is_who_should(added, max_bytes):
+    kept, slow = buffer(max_bytes), Slow(max_bytes)
     for length, step in added:
         dropped, wanted = kept.dropped, kept.wants(length, step)
         stays = slow.add(length, step)
@@ -210,10 +203,10 @@ def test_the_bound_holds_and_who_stays_is_who_should(added, max_bytes, max_age):
 
 
 @settings(deadline=None)
-@given(adds, adds, st.integers(1, 2500), st.integers(0, 2))
-def test_additions_since_a_mark_can_be_undone(before, since, max_bytes, max_age):
+@given(adds, adds, st.integers(1, 2500))
+def test_additions_since_a_mark_can_be_undone(before, since, max_bytes):
     """And what had to go for it is there again."""
-    kept = buffer(max_bytes, max_age_steps=max_age)
+    kept = buffer(max_bytes)
 
     def add(pairs, first):
         for name, (length, step) in enumerate(pairs, first):
@@ -251,9 +244,11 @@ def test_a_checkpoint_changes_nothing(tmp_path_factory, added, max_bytes, step, 
     assert held(kept) == held(other)
 
 
-def test_a_checkpoint_under_a_tighter_bound():
-    kept, tight = mixed(), buffer(2 * bytes_of(100), max_age_steps=0)
-    tight.load_state(kept.state())
+def test_a_checkpoint_under_a_tighter_bound(monkeypatch):
+    kept, tight = mixed(), buffer(2 * bytes_of(100))
+    with monkeypatch.context() as younger:
+        younger.setattr(training_data, "MAX_AGE_STEPS", 0)
+        tight.load_state(kept.state())
     assert held(tight) == [(2, 4), (2, 20), (2, 5), (2, 6)]
     tight = buffer(bytes_of(100) + bytes_of(20))
     tight.load_state(kept.state())
