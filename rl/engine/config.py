@@ -51,6 +51,8 @@ class EngineConfig:
     @property
     def max_slots(self) -> int:
         """The maximum number of slots. Raises ValueError while `slots` is still "auto"."""
+        if isinstance(self.slots, int):
+            return self.slots
         return found_size("Engine.slots", self.slots)
 
     def over(self, batch_ways: int) -> Self:
@@ -73,7 +75,9 @@ class EngineConfig:
         """
         high = self.slot_pages(longest_tokens)
         ways = batch_ways
-        pages = found_size("Engine.pages", self.pages)
+        pages = self.pages
+        if not isinstance(pages, int):
+            pages = found_size("Engine.pages", pages)
         if not pages:
             return ways * max(high + 1, -(-num_slots // ways) * high)
         if pages // ways <= high:

@@ -191,8 +191,10 @@ class Engine(ModelRunner):
         self._table = table
         self._rounds = Rounds(self, self._rows, table, spec, self._speculator, self.stats)
         self._waiting = WaitingQueue(table.known_prompts)
-        delivery = StateDelivery(spec.sink, in_turn=self.spans_processes)
-        with self.mesh_context(), delivery as self._delivery:
+        self._delivery = None
+        if spec.sink is not None:
+            self._delivery = StateDelivery(spec.sink, in_turn=self.spans_processes)
+        with self.mesh_context(), self._delivery or contextlib.nullcontext():
             try:
                 # rows of an earlier policy hold nothing useful
                 self._rows.reset(table)
@@ -230,7 +232,8 @@ class Engine(ModelRunner):
             self._rows.copy_prompts()
         if not table.num_busy:
             return []
-        self._rows.wait_in_turn()
+        if self.spans_processes:
+            self._rows.wait_in_turn()
         self._round(start_s, num_programs)
         return [*self._chunk_ends(), *self._retire_ended()]
 
@@ -423,9 +426,11 @@ class Engine(ModelRunner):
         if not len(rows):
             return []
         self._speculator.finished(table.view(rows))
-        # a copy has the states of its request, which the worker of the original may send
-        originals = [b for b in rows.tolist() if not copy_of(int(table.request_ids_B[b]))[1]]
-        self._rows.send(originals, self._delivery, spec.policy_version)
+        if self._delivery is not None:
+            # a copy has the states of its request, which the worker of the original may send
+            ids_B = table.request_ids_B
+            originals = [b for b in rows.tolist() if not copy_of(int(ids_B[b]))[1]]
+            self._rows.send(originals, self._delivery, spec.policy_version)
         return [table.retire(b, spec.policy_version) for b in rows.tolist()]
 
     def _chunk_ends(self) -> list[ChunkEnd]:

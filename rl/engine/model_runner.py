@@ -67,7 +67,7 @@ class ModelRunner:
         if self.mesh is not None:
             self.config = self.config.over(self.batch_ways)
         self.spans_processes = self.mesh is not None and self.mesh.is_multi_process
-        self.record = LaunchRecord(self.lockstep)
+        self.record = None if self.lockstep is None else LaunchRecord(self.lockstep)
         self._threads = ThreadPoolExecutor(MOST_AT_ONCE)
         self._held = threading.local()  # per thread: another thread may run rounds
         self.first_slots: set[int] = set()  # the buckets that rollouts start in, if set

@@ -117,7 +117,8 @@ class Rounds:
         state = rows.for_round()
         chunks_TX = rows.next_chunks() if rows.ready() else None
         sizes = len(table), nodes_5M.shape[1], rows.num_positions
-        runner.record.note("a round", sizes, table, nodes_5M, chunks_TX)
+        if runner.record is not None:
+            runner.record.note("a round", sizes, table, nodes_5M, chunks_TX)
         *state, result, entries = verify_round(
             self.params,
             *state,
@@ -141,7 +142,8 @@ class Rounds:
         state = rows.for_round()
         chunks_TX = rows.next_chunks()
         sizes = (len(table), rows.num_positions)
-        runner.record.note("a prompt round", sizes, table, chunks_TX)
+        if runner.record is not None:
+            runner.record.note("a prompt round", sizes, table, chunks_TX)
         *state, result, entries = decode_beside_chunks(
             self.params,
             *state,
@@ -224,7 +226,8 @@ class Rounds:
         for chunks_TX in passes:
             inputs_2X = table.cached.give_chunks(chunks_TX, table.prompt_tokens_B)
             sizes = len(table), self._rows.num_positions
-            runner.record.note("chunks alone", sizes, table, chunks_TX, inputs_2X)
+            if runner.record is not None:
+                runner.record.note("chunks alone", sizes, table, chunks_TX, inputs_2X)
             chunks = runner.argument(chunks_TX)
             inputs = runner.argument(inputs_2X)
             call = partial(chunks_alone, self.params, cache, slots, chunks, inputs, **options)
@@ -247,7 +250,8 @@ class Rounds:
         chunks_TX = rows.pass_beside(at)
         inputs_2X = table.cached.give_chunks(chunks_TX, table.prompt_tokens_B)
         sizes = len(table), rows.num_positions
-        runner.record.note("chunks beside roots", sizes, table, chunks_TX, inputs_2X)
+        if runner.record is not None:
+            runner.record.note("chunks beside roots", sizes, table, chunks_TX, inputs_2X)
         *state, result, entries = chunks_beside_roots(
             self.params,
             *state,
@@ -294,7 +298,8 @@ class Rounds:
         if left and not self._undecided(live_B):
             slots = self._device_slots()
             sizes = B, self._rows.num_positions, left, limits.stop_after
-            self._runner.record.note("plain rounds", sizes, table)
+            if self._runner.record is not None:
+                self._runner.record.note("plain rounds", sizes, table)
             *state, result_3RB = decode_rounds(
                 self.params,
                 *self._rows.for_round(),
@@ -335,7 +340,8 @@ class Rounds:
             scale_B[live.rows_A] = decision.scale_A
         limits_4 = np.array(bounds, np.int32)
         sizes = B, decision.num_nodes, rows.num_positions
-        self._runner.record.note("rounds that draft", sizes, table, limits_4, scale_B)
+        if self._runner.record is not None:
+            self._runner.record.note("rounds that draft", sizes, table, limits_4, scale_B)
         *state, draft_cache, result = draft_rounds(
             self.params,
             *rows.for_round(),
@@ -401,7 +407,8 @@ class Rounds:
         if has_own_ends and table.stopped_B[count_B > 0].any():
             self._rows.changed()  # the device would continue these rows
         self._stats.tokens += int(count_B.sum())
-        self._runner.record.note("tokens", tokens_BN.shape, self._table, tokens_BN, logprobs_BN)
+        if self._runner.record is not None:
+            self._runner.record.note("tokens", tokens_BN.shape, self._table, tokens_BN, logprobs_BN)
         return count_B
 
     def _count(self, num_nodes: int, num_rounds: int) -> None:

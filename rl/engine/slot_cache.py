@@ -407,5 +407,5 @@ class SlotCache:
         self._slots = None
 
     def wait_in_turn(self) -> None:
-        """Wait for moves of rows before other programs start, if processes share arrays."""
+        """Wait for moves of rows before other programs start: processes share arrays."""
         self._runner.in_turn(self._memory.cache)

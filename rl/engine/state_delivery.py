@@ -48,14 +48,14 @@ class Ended:
 
 
 class StateDelivery:
-    """A context manager that passes sequences to a sink, unless the sink is None.
+    """A context manager that passes sequences to a sink.
 
     On exit all sequences have arrived, or the error of the sink is raised; if a rollout fails,
     waiting sequences are dropped. With `in_turn`, `wants` waits for sequences that were sent, so
     that answers do not depend on timing.
     """
 
-    def __init__(self, sink: HiddenStateSink | None, *, in_turn: bool = False) -> None:
+    def __init__(self, sink: HiddenStateSink, *, in_turn: bool = False) -> None:
         self._sink = sink
         self._in_turn = in_turn
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hidden states")
@@ -66,7 +66,7 @@ class StateDelivery:
         """Return whether the sink wants the sequence of a request, of `num_tokens` tokens."""
         while self._in_turn and self._waiting:
             self._wait_for_first()
-        return self._sink is not None and self._sink.wants(request_id, num_tokens)
+        return self._sink.wants(request_id, num_tokens)
 
     def send(self, ended: Ended) -> None:
         """Start the transfer; queue it once there is room, raising errors of earlier sequences."""
@@ -94,5 +94,4 @@ class StateDelivery:
         future.result()
 
     def _deliver(self, ended: Ended) -> None:
-        assert self._sink is not None
         self._sink.add(ended.states())

@@ -180,7 +180,7 @@ class Speculation:
             last or {},
             index,
             server or DraftServer(group_size),
-            Progress(),
+            Progress() if self.methods_of_copies else None,
             self.times_now,
         )
         groups, shards = (built.groups, built.shards) if built else ({}, ())
@@ -203,7 +203,7 @@ class Speculation:
         last: Mapping[int, np.ndarray],
         index: HistoryIndex | GrowingHistory | None,
         server: DraftServer,
-        progress: Progress,
+        progress: Progress | None,
         times: RoundTimes | None,
         context: DrafterContext,
     ) -> tuple[Drafter | None, Budget | None]:
@@ -244,6 +244,7 @@ class Speculation:
             budget = make_budget(self.config.budget, times)
         if not self.methods_of_copies:
             return union, budget
+        assert progress is not None, "requests with copies"
         methods = [make(source) for source in self.methods_of_copies]
         return CopiesDrafter(union, methods, copy_of, progress), budget
 

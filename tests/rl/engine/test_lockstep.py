@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from shapes import TINY
 
 from reprise.rl.engine.lockstep import LaunchRecord
+from reprise.rl.engine.model_runner import ModelRunner
 from reprise.rl.engine.slot_table import SlotTable
 from reprise.rl.records.trajectory import PartialRequest, Request
 
@@ -55,7 +57,6 @@ def test_a_launch_is_described_as_it_was():
     assert what == "a round of 2 × 4 × 8, requests (tokens): 7 (3)"
 
 
-def test_without_an_observer_nothing_is_computed():
-    record, of = LaunchRecord(None), table()
-    record.note("a round", (2, 4, 8), of, NODES)
-    assert record._digest == 0
+def test_an_engine_without_an_observer_records_nothing():
+    assert ModelRunner(TINY).record is None
+    assert ModelRunner(TINY, lockstep=Heard()).record is not None

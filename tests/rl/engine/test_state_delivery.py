@@ -83,8 +83,6 @@ def test_whole_sequences_arrive_in_the_order_in_which_they_were_sent():
 def test_the_sink_decides_what_is_wanted():
     with StateDelivery(Sink()) as delivery:
         assert [delivery.wants(r, 5) for r in range(4)] == [True, False, True, False]
-    with StateDelivery(None) as delivery:
-        assert not delivery.wants(0, 5)
 
 
 def test_sending_waits_for_nothing_until_too_much_is_on_its_way(monkeypatch):
