@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from docs import older, results_page
+from reprise.rl.gin.loader import SectionHelp, help_on
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -33,8 +34,6 @@ COMMANDS = {
     "rl.train_drafter": "Training a drafter offline, from the responses of finished runs.",
     "rl.simulate": "A simulated cluster. None of these settings affects training.",
 }
-
-Section = tuple[str, list[tuple[str, str, str, str]]]  # docstring; (field, type, default, comment)
 
 
 # --- configuration.md -----------------------------------------------------------------
@@ -59,24 +58,23 @@ def configuration() -> str:
         "",
         "Unknown sections and fields, and values of the wrong type, stop a command in its first "
         "seconds with the nearest valid name. `python -m rl.train --list Optimizer` prints one "
-        "section of this page.",
+        "section of this page, and `--list Optimizer.schedule` one setting.",
     ]
     seen: set[str] = set()
     for command, introduction in COMMANDS.items():
         parts += ["", f"## {command}", "", introduction]
-        for name, section in sorted(parse_listing(listing(command)).items()):
-            if name not in seen:
-                seen.add(name)
-                parts += ["", *section_lines(name, section)]
+        for section in help_on(schema_of(command)):
+            if section.name not in seen:
+                seen.add(section.name)
+                parts += ["", *section_lines(section)]
     return "\n".join(parts) + "\n"
 
 
-def listing(command: str) -> str:
-    """Return what `python -m COMMAND --list` prints."""
+def schema_of(command: str) -> type:
+    """Return the schema of the settings that a command reads."""
     from reprise.rl.commands.ablate import AblationRun
     from reprise.rl.commands.simulate import SimulateRun
     from reprise.rl.drafter_training.offline import OfflineConfig
-    from reprise.rl.gin.loader import describe
     from reprise.rl.settings.config import TrainConfig
 
     schemas: dict[str, type] = {
@@ -86,40 +84,16 @@ def listing(command: str) -> str:
         "rl.train_drafter": OfflineConfig,
         "rl.simulate": SimulateRun,
     }
-    return describe(schemas[command])
+    return schemas[command]
 
 
-def parse_listing(text: str) -> dict[str, Section]:
-    """Parse the text of `--list` into sections by name."""
-    sections: dict[str, Section] = {}
-    doc: list[str] = []
-    name = ""
-    for line in text.splitlines():
-        field = re.match(r"  (\w+)\.(\w+): (.*?) (= .*|required)$", line)
-        if field and field[1] == name:
-            row = (field[2], field[3], field[4].removeprefix("= "), "")
-            sections[name][1].append(row)
-        elif line.startswith("      ") and sections[name][1]:
-            *first, _ = sections[name][1][-1]
-            sections[name][1][-1] = (first[0], first[1], first[2], line.strip())
-        elif line and not line.startswith(" "):
-            name, doc = line, []
-            sections[name] = ("", [])
-        else:
-            doc.append(line.strip())
-            sections[name] = ("\n".join(doc).strip(), sections[name][1])
-    return sections
-
-
-def section_lines(name: str, section: Section) -> list[str]:
+def section_lines(section: SectionHelp) -> list[str]:
     """Return a section as Markdown: its docstring, then a table of its fields."""
-    doc, fields = section
-    commented = any(comment for *_, comment in fields)
-    lines = [f"### {name}", "", *escaped(doc).splitlines(), ""]
-    lines += ["| field | type | default |" + (" meaning |" if commented else "")]
-    lines += ["|---|---|---|" + ("---|" if commented else "")]
-    for field, kind, default, comment in fields:
-        cells = [f"`{field}`", code(kind), code(default)] + ([escaped(comment)] * commented)
+    lines = [f"### {section.name}", "", *escaped(section.doc).splitlines(), ""]
+    lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
+    for field in section.fields:
+        default = code(field.default or "required")
+        cells = [f"`{field.name}`", code(field.type), default, escaped(field.doc)]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -145,8 +119,9 @@ def resuming() -> str:
     from reprise.rl.settings.run_folder import Change
 
     rows = ""
-    for name, (_, fields) in sorted(parse_listing(listing("rl.train")).items()):
-        named = [field for field, *_ in fields if f"{name}.{field}" != "Run.directory"]
+    for section in help_on(schema_of("rl.train")):
+        name = section.name
+        named = [one.name for one in section.fields if f"{name}.{one.name}" != "Run.directory"]
         refused = [field for field in named if Change(f"{name}.{field}", "", "").of_experiment]
         free = [field for field in named if field not in refused]
         rows += f"| `{name}` | {among(refused, free)} | {among(free, refused)} |\n"

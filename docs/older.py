@@ -102,8 +102,7 @@ def code_of(text: str) -> str:
     imported = set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if ast.get_docstring(node, clean=False) is not None:
-                node.body = node.body[1:]
+            node.body = [x for x in node.body if not _is_text(x)]
         if isinstance(node, ast.Import | ast.ImportFrom):
             imported.update(ast.dump(alias) for alias in node.names)
         for name, statements in ast.iter_fields(node):
@@ -111,6 +110,12 @@ def code_of(text: str) -> str:
                 is_import = ast.Import | ast.ImportFrom
                 setattr(node, name, [x for x in statements if not isinstance(x, is_import)])
     return "\n".join([*sorted(imported), ast.dump(tree)])
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    """Return whether a statement is a docstring, of a definition or of a field."""
+    is_value = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return is_value and isinstance(statement.value.value, str)
 
 
 def settings_of(text: str) -> str:

@@ -128,11 +128,13 @@ def dialect(texts: Mapping[str, str]) -> tuple[dict[str, float], list[Found]]:
 
 
 def _prose(text: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield the line and text of each docstring and comment."""
+    """Yield the line and text of each docstring, those of fields too, and of each comment."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(tree):
-        if isinstance(node, documented) and (doc := ast.get_docstring(node)):
-            yield node.body[0].lineno, " ".join(doc.split())
+        if isinstance(node, documented):
+            for statement in node.body:
+                if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                    yield statement.lineno, " ".join(str(statement.value.value).split())
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string[1:].strip()

@@ -113,18 +113,17 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """The number of devices along each mesh axis; data=-1 takes the rest.
-
-    An engine on these devices uses a separate mesh. Each group of `rollout_tensor` devices holds
-    one copy of the weights, split by heads, features and vocabulary, and serves a part of the
-    requests, so no round gathers weights. `auto` is the greatest common divisor of fsdp · tensor
-    and the number of key/value heads.
-    """
+    """The number of devices along each mesh axis."""
 
     data: int = -1
+    """Devices that share the batch; -1 takes the rest."""
     fsdp: int = 1
+    """Devices that share the batch and the weights."""
     tensor: int = 1
+    """Devices that share heads, features and vocabulary."""
     rollout_tensor: int | Literal["auto"] = "auto"
+    """Devices that hold one copy of the weights in an engine, so that no round gathers weights.
+    `auto`: the greatest common divisor of fsdp · tensor and the key/value heads."""
 
     def __post_init__(self) -> None:
         if self.rollout_tensor != "auto" and self.rollout_tensor < 1:

@@ -26,28 +26,33 @@ _HOW = 'for example "gsm: temperature=0.6, max_new_tokens=128"'
 class SamplingConfig:
     """The sampling distribution, the draw scheme, and the stop conditions of responses.
 
-    temperature 0 takes the most likely token. top_k 0 and top_p 1 are off; ties at the threshold
-    are all kept. `draw` names the scheme: `cdf` inverts the cumulative distribution over blocks of
-    about √V tokens, then over the tokens of the drawn block, with one uniform per position for
-    each; `gumbel` takes the argmax of logits plus Gumbel noise per token, which stays the same far
-    more often after an update, but costs up to as much as the policy for a large vocabulary;
-    `gumbel_blocks` does so for blocks, then inside the drawn block, and is as cheap as `cdf`;
-    `auto` is `gumbel_blocks` in a run that verifies earlier draws with the same noise
-    (`Reuse.mode = "coupled"`, `Sched.mode = "ahead"`), else `cdf`. A response finishes with the
-    first end token of the model, its tokenizer or `stop_ids`, with the first token that completes
-    one of the strings in `stop`, or at `max_new_tokens`, and includes this last token. `by_task`
-    overrides settings for tasks by name: "gsm: temperature=0.6, max_new_tokens=128"; values are
-    JSON, and `stop` and `stop_ids` are added to the general settings.
+    A response finishes with the first end token of the model, its tokenizer or `stop_ids`, with the
+    first token that completes one of the strings in `stop`, or at `max_new_tokens`, and includes
+    this last token.
     """
 
     temperature: float = 1.0
+    """Divides the logits; 0 takes the most likely token."""
     top_k: int = 0
+    """Sample from the `top_k` most likely tokens and ties with the last; 0 is off."""
     top_p: float = 1.0
+    """Sample from the fewest tokens with this total probability, and ties; 1 is off."""
     max_new_tokens: int = 256
+    """The maximum length of a response, in tokens."""
     draw: Literal["auto", "cdf", "gumbel", "gumbel_blocks"] = "auto"
+    """How noise selects a token. `cdf` inverts the cumulative distribution over blocks of about √V
+    tokens, then inside the drawn block. `gumbel` takes the argmax of logits plus Gumbel noise,
+    which agrees far more often after an update, but costs up to as much as the policy for a large
+    vocabulary. `gumbel_blocks` does so for blocks, then inside the drawn block, and is as cheap as
+    `cdf`. `auto` is `gumbel_blocks` in a run that verifies earlier draws with the same noise
+    (`Reuse.mode = "coupled"`, `Sched.mode = "ahead"`), else `cdf`."""
     stop_ids: tuple[int, ...] = ()
+    """Token ids that end a response, besides the end tokens of the model."""
     stop: tuple[str, ...] = ()
+    """Strings that end a response."""
     by_task: tuple[str, ...] = ()
+    """Overrides by task name: "gsm: temperature=0.6, max_new_tokens=128". Values are JSON; `stop`
+    and `stop_ids` are added to the general settings."""
 
     def __post_init__(self) -> None:
         t = self.temperature

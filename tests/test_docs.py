@@ -21,6 +21,7 @@ from command_runs import call_main
 from docs import generate, older, prose, results_page
 from reprise.models import hf
 from reprise.rl.commands import export, train
+from reprise.rl.gin.loader import help_on
 from reprise.rl.metrics.eval_metrics import EvalResponse, set_metrics
 from reprise.rl.settings.config import TrainConfig
 
@@ -355,11 +356,17 @@ def test_the_tree_of_the_readme_has_every_room():
     assert [name for name in shown if not (ROOT / name).is_dir()] == []
 
 
+def test_every_setting_has_a_sentence():
+    sections = [s for command in generate.COMMANDS for s in help_on(generate.schema_of(command))]
+    bare = [f"{s.name}.{f.name}" for s in sections for f in s.fields if not f.doc.endswith(".")]
+    assert sections and bare == []
+
+
 def test_settings_that_pages_name_exist():
     known = set()
     for command in generate.COMMANDS:
-        for section, (_, fields) in generate.parse_listing(generate.listing(command)).items():
-            known |= {f"{section}.{field}" for field, *_ in fields}
+        for section in help_on(generate.schema_of(command)):
+            known |= {f"{section.name}.{field.name}" for field in section.fields}
     sections = {name.partition(".")[0] for name in known}
     for path in PAGES:
         if path.name == "CHANGELOG.md":  # names former settings too

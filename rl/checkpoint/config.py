@@ -10,16 +10,18 @@ import math
 class CheckpointConfig:
     """When checkpoints are written and how many are kept.
 
-    A step is saved if it is a multiple of `every_steps`, or if it finishes `every_minutes` or more
-    after the last save; 0 turns either rule off, and the last step of a run is always saved.
-    Besides the `keep` newest steps, the best step by evaluation is kept, without optimizer state.
-    With `asynchronous` false, every save waits for the disk.
+    The last step of a run is always saved. Besides the newest steps, the best step by evaluation is
+    kept, without optimizer state.
     """
 
     every_steps: int = 20
+    """Save the multiples of this number of steps; 0 is off."""
     every_minutes: float = 30.0
+    """Save a step that finishes this long after the last save; 0 is off."""
     keep: int = 2
+    """The number of newest steps that are kept."""
     asynchronous: bool = True
+    """Write during the next step; False waits for the disk."""
 
     def __post_init__(self) -> None:
         if self.every_steps < 0:

@@ -14,32 +14,32 @@ MAX_DEADLINE_S = 1_000_000  # jax counts four times as much in milliseconds
 
 @dataclasses.dataclass(frozen=True)
 class ClusterConfig:
-    """The processes of a run, and how they find one another.
-
-    `kind` is `local` (this process is the run), `spmd` (several processes run the same command, on
-    devices that form one mesh) or `ray` (rollout workers are Ray actors, on the cluster at
-    `address` = "HOST:PORT", which includes this host, or else on a Ray started on this host).
-    Process 0 is reached at `coordinator` = "HOST:PORT", with `num_processes` and a `process_id` per
-    process; with `auto`, jax finds all three on TPU slices, under SLURM, Open MPI and in
-    Kubernetes. With `ray`, `num_processes` actors train.
-
-    `rollouts` is `local` (each process generates its share of the responses on its devices) or
-    `mesh` (one engine spans the devices of all processes, for policies that no process can hold).
-    With `ray`, `scorers` actors, with `Reward.workers` processes each, score on CPUs of the cluster
-    (0: processes of this host score), and `history_workers` actors keep the responses that history
-    drafts from and build the index of the next step (0: rollout workers build one index each).
-    Heartbeats of a process may be up to `deadline_s` apart; joining may take as long.
-    """
+    """The processes of a run, and how they find one another."""
 
     kind: Kind = "local"
+    """`local` (this process is the run), `spmd` (several processes run the same command, on devices
+    that form one mesh) or `ray` (rollout workers are Ray actors)."""
     coordinator: str = AUTO
+    """The address of process 0, "HOST:PORT". `auto`: jax finds it, the number of processes and
+    their ids on TPU slices, under SLURM, Open MPI and in Kubernetes."""
     num_processes: int | None = None
+    """The number of processes; with `ray`, of actors that train."""
     process_id: int | None = None
+    """The index of this process."""
     rollouts: Rollouts = "local"
+    """`local` (each process generates its share of the responses on its devices) or `mesh` (one
+    engine spans the devices of all processes, for policies that no process can hold)."""
     address: str | None = None
+    """The address of a Ray cluster that includes this host, "HOST:PORT"; None starts Ray on this
+    host."""
     scorers: int = 0
+    """With `ray`: actors, with `Reward.workers` processes each, that score on CPUs of the cluster;
+    0: processes of this host score."""
     history_workers: int = 0
+    """With `ray`: actors that keep the responses that history drafts from, and build the index of
+    the next step; 0: rollout workers build one index each."""
     deadline_s: float = 60.0
+    """The maximum time between heartbeats of a process, and to join."""
 
     def __post_init__(self) -> None:
         for field, hint in (("kind", Kind), ("rollouts", Rollouts)):

@@ -76,11 +76,7 @@ PANELS = (  # (column, title, relative to the first variant)
 
 @dataclasses.dataclass(frozen=True)
 class AblationConfig:
-    """The runs of a grid: every variant with every seed.
-
-    A variant is a name and its changes, like `("lenient", ("Reuse.mode='lenient:1'",))`; other
-    variants are compared with the first variant. Each run has a folder in `directory`.
-    """
+    """The runs of a grid: every variant with every seed."""
 
     EXAMPLES: ClassVar = {
         "variants": (
@@ -90,8 +86,12 @@ class AblationConfig:
     }
 
     variants: tuple[tuple[str, tuple[str, ...]], ...]
+    """Names with their changes, such as `("lenient", ("Reuse.mode='lenient:1'",))`; the first
+    variant is the baseline of the others."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    directory: str | None = None  # None: runs/NAME_OF_CONFIG
+    """The seeds of each variant."""
+    directory: str | None = None
+    """The folder with a run folder for each run. None: runs/NAME_OF_CONFIG."""
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.variants]

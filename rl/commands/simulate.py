@@ -50,22 +50,26 @@ MAX_WORKERS = 64  # in a panel of the figure
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedClusterConfig:
-    """The workers: `devices_per_worker` devices hold one copy of `model`.
-
-    `profile` is the folder of a training run with several workers and the budget `goodput`: a
-    worker is then as fast as the engine of that run measured, and `device` and `model` do not
-    count. With `ranks_per_instance` above one, a worker is a rank with separate requests and cache,
-    and `ranks_per_instance` consecutive workers share the experts of a copy.
-    """
+    """The workers of a simulated cluster, and the model that each holds."""
 
     profile: str | None = None
+    """The folder of a training run with several workers and the budget `goodput`: workers are as
+    fast as the engine of that run measured, and `device` and `model` do not count."""
     device: Device = "H100"
+    """The device of the roofline."""
     model: Model = "Qwen3-8B"
+    """The model of the roofline."""
     workers: int = 8
+    """The number of workers."""
     devices_per_worker: int = 1
+    """Devices that hold one copy of `model`."""
     ranks_per_instance: int = 1
-    max_requests: int = 1024  # running concurrently on a worker
-    kv_tokens: int | None = None  # positions of a worker; None: the most that fit with the weights
+    """Above 1, a worker is a rank with separate requests and cache, and this number of consecutive
+    workers share the experts of a copy."""
+    max_requests: int = 1024
+    """Requests that run concurrently on a worker."""
+    kv_tokens: int | None = None
+    """Cache positions of a worker; None: the most that fit with the weights."""
 
     def __post_init__(self) -> None:
         if min(self.workers, self.devices_per_worker, self.max_requests) < 1:
@@ -79,20 +83,23 @@ class SimulatedClusterConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SimulateConfig:
-    """The policies, compared with the first policy on the same rollouts, one rollout per seed.
-
-    A policy is `group_fifo`, `divided_fifo`, `seer`, `oracle` (which knows all lengths), or a
-    scheduler of yours, `PATH.py:NAME`. `trace` is the folder of a training run: its step
-    `trace_step` provides the lengths, times `trace_scale`, instead of drawn lengths.
-    """
+    """The schedulers, compared with the first on the same rollouts, one rollout per seed."""
 
     policies: tuple[Policy | UserName, ...] = POLICIES
+    """`group_fifo`, `divided_fifo`, `seer`, `oracle` (which knows all lengths), or a scheduler of
+    yours, `PATH.py:NAME`."""
     chunk_tokens: int = 8192
+    """Tokens that a request generates before the scheduler may move it."""
     seeds: tuple[int, ...] = (0,)
+    """The seeds of the rollouts."""
     trace: str | None = None
+    """The folder of a training run, whose lengths replace drawn lengths."""
     trace_step: int = 1
+    """The step of the trace."""
     trace_scale: float = 1.0
-    directory: str | None = None  # None: runs/simulate-NAME_OF_CONFIG
+    """A factor of the lengths of the trace."""
+    directory: str | None = None
+    """The output folder. None: runs/simulate-NAME_OF_CONFIG."""
 
     def __post_init__(self) -> None:
         if not self.policies or not self.seeds:

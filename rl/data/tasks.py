@@ -61,29 +61,31 @@ class Task(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TaskConfig:
-    """Section `Task`: what to train on.
-
-    A spec is `kind:target?key=value`, or `NAME=kind:…` to name the task. `size` counts the
-    generated examples of each procedural task. With `weights`, one per spec, each position of the
-    mixture draws its task with that probability; without `weights`, the mixture holds every example
-    of every task once. More than `stream_above_examples` examples are read, checked and tokenized
-    during the run, not before it. `chat` chooses the prompts for the chat template of the
-    tokenizer, if it has one: `all` prompts, with a text as a message of the user; only `messages`,
-    and texts unchanged; or `none`. `chat_template` is the path of a file with another template,
-    which the exported policy has too. The template receives `chat_template_kwargs`, for example
-    (("enable_thinking", False),), and prints `date` (YYYY-MM-DD) as the time.
-    """
+    """Section `Task`: the examples to train on, and how they become prompts."""
 
     specs: tuple[str, ...] = ("reasoning_gym:gcd",)
+    """The tasks: `kind:target?key=value`, or `NAME=kind:…` to name one (docs/data.md)."""
     weights: tuple[float, ...] = ()
+    """One weight per spec: each position of the mixture draws its task with that probability.
+    Empty: the mixture holds every example of every task once."""
     size: int = 1000
+    """The number of generated examples of each procedural task."""
     system_prompt: str | None = None
+    """A system message before every conversation; None adds none."""
     prompt_suffix: str = ""
+    """Text after each question, such as the format of the answer."""
     stream_above_examples: int = 20_000
+    """More examples than this are read, checked and tokenized during the run, not before it."""
     chat: Literal["all", "messages", "none"] = "all"
-    chat_template: str = ""  # by default the template of the policy
+    """Prompts that get the tokenizer's chat template, if it has one: `all` (a text becomes a user
+    message), only `messages` (texts stay unchanged), or `none`."""
+    chat_template: str = ""
+    """A file with another chat template, which the exported policy keeps. Empty: the template of
+    the policy."""
     chat_template_kwargs: tuple[tuple[str, bool | int | float | str | None], ...] = ()
-    date: str = ""  # by default the day of the start, in UTC
+    """Arguments of the template, such as (("enable_thinking", False),)."""
+    date: str = ""
+    """The date that the template prints, YYYY-MM-DD. Empty: the day of the start, in UTC."""
 
     def uses_template(self, *, is_plain: bool) -> bool:
         """Return whether a prompt, plain text or messages, is rendered by a chat template."""

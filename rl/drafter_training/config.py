@@ -13,28 +13,34 @@ from reprise.spec.eagle.config import DrafterTrainingConfig, EagleConfig, TreeCo
 class DrafterConfig:
     """A drafter that is trained online, if `Speculation.sources` has `learned`.
 
-    Training starts from the folder `directory` (as `rl.export --drafter` writes), or from random
-    weights over the `draft_vocab_size` most frequent tokens of the prompts (0: over all tokens).
-    The drafter searches `max_depth` levels of `top_k` nodes; `proposal` is `likeliest` or
-    `shared_noise` (`spec.eagle.drafter`).
-
-    With `spot`, idle workers train the drafter once `min_idle_workers` are idle; it also trains for
-    `steps_after_rollout` steps after each rollout. A step is `micro_batches` of `batch_rows` rows
-    of `row_tokens`; a worker that gets requests finishes at most its current micro-batch. Rollouts
-    use the new weights every 16 steps and after each rollout; the weights are saved every 64 steps.
+    Rollouts use the new weights every 16 steps and after each rollout; the weights are saved every
+    64 steps.
     """
 
     directory: str | None = None
+    """A folder to start from, as `rl.export --drafter` writes; None: random weights."""
     draft_vocab_size: int = 0
+    """With random weights: draft the most frequent tokens of the prompts only; 0: all tokens."""
     max_depth: int = TreeConfig.max_depth
+    """The depth of the draft tree, in levels."""
     top_k: int = TreeConfig.top_k
+    """The number of nodes of each level."""
     proposal: Proposal = "likeliest"
+    """`likeliest`, or `shared_noise`: the first child of a node is drawn with the noise of its
+    position (`spec.eagle.drafter`)."""
     spot: bool = True
+    """Train on idle workers during rollouts. A worker that gets requests finishes at most its
+    current micro-batch."""
     min_idle_workers: int = 1
+    """The number of idle workers at which training starts."""
     steps_after_rollout: int = 0
+    """Training steps after each rollout."""
     micro_batches: int = 4
+    """The number of micro-batches of a training step."""
     batch_rows: int = 2
+    """The number of rows of a micro-batch."""
     row_tokens: int = 512
+    """The tokens of a row."""
 
     def __post_init__(self) -> None:
         TreeConfig(self.max_depth, self.top_k, self.proposal)

@@ -22,24 +22,27 @@ def methods_of(num_models: int) -> tuple[str, ...]:
 class DraftingConfig:
     """Workers that only draft, and workers that help with the last requests.
 
-    `workers` of the `Sched.workers` draft for the others, with the source `model`, on each of their
-    devices. None leaves the number to the plan (not with `Cluster.kind` = `ray`); with 0, each
-    worker drafts for itself. With `DraftModel.directories`, each rollout uses the draft model with
-    the most tokens per second, by measured times and acceptance. `ahead` is `free_running`, which
-    continues past a window during its verification, or `enumeration`, which drafts for all outcomes
-    of the round, with three guesses of each next token. `window` is a number of draft tokens;
-    None leaves it to the plan, up to `DraftModel.max_depth`. Every `reconfigure_tokens` tokens (0:
-    never), a request with less acceptance than others gets a separate window. Idle workers rerun up
-    to `requests_per_helper` of the last requests of other workers, each with one of the drafting
-    `methods`, and the first response counts. Source: SpecActor, section 4.
+    With `DraftModel.directories`, each rollout uses the draft model with the most tokens per
+    second, by measured times and acceptance. Source: SpecActor, section 4.
     """
 
     workers: int | None = 0
+    """How many of the `Sched.workers` draft for the others, with the source `model`, on each of
+    their devices. None: by the plan (not with `Cluster.kind = "ray"`); 0: each worker drafts for
+    itself."""
     ahead: Ahead = "enumeration"
+    """While a window is verified, continue past it (`free_running`), or draft for all outcomes of
+    the round, with three guesses of each next token (`enumeration`)."""
     window: int | None = None
+    """Draft tokens per window; None: by the plan, up to `DraftModel.max_depth`."""
     reconfigure_tokens: int = 1000
+    """At multiples of this number of tokens, a request with less acceptance than others gets a
+    separate window; 0: never."""
     requests_per_helper: int = 0
+    """How many of the last requests of other workers an idle worker reruns; the first response
+    counts."""
     methods: tuple[Method, ...] = ("model", "own")
+    """The drafting methods of helpers, one per rerun."""
 
     def __post_init__(self) -> None:
         if self.ahead not in (known := typing.get_args(Ahead)):

@@ -17,29 +17,31 @@ CHUNK_TOKENS = 512
 class EngineConfig:
     """Settings of a rollout worker on its devices; no setting changes a token.
 
-    `slots` requests run concurrently. The engine compiles programs for each bucket of slots
-    (`min_slots`, 2 · `min_slots`, … up to `slots`) and of nodes. Fewer buckets compile faster. The
-    nodes of a round are a root for each slot, draft tokens and tokens of cached responses:
-    `max_round_nodes` caps their sum (never below twice the slots), `max_nodes` the nodes of one
-    request. Up to `rounds_per_fetch` rounds without draft tokens from the host run between two
-    fetches. A round also computes `prefill_rows` prompt chunks of `prefill_chunk_tokens` each (0:
-    64 on CPUs, else 512).
-
-    The cache has `pages` of `page_tokens` positions (0: as many as all slots can need), and a
-    request holds enough pages for its tokens. If pages run out, the newest requests pause and are
-    computed again, with the same tokens. "auto" chooses `slots` and `pages` that fit the device
-    memory (`rl.preflight.sizes`).
+    The engine compiles programs for each bucket of slots (`min_slots`, 2 · `min_slots`, … up to
+    `slots`) and of nodes; fewer buckets compile faster. The nodes of a round are a root for each
+    slot, draft tokens and tokens of cached responses. If pages run out, the newest requests pause
+    and are computed again, with the same tokens. "auto" chooses sizes that fit the device memory
+    (`rl.preflight.sizes`).
     """
 
     slots: int | Literal["auto"] = 64
+    """The number of requests that run concurrently."""
     min_slots: int = 4
+    """The smallest bucket of slots; equal to `slots` compiles one bucket."""
     rounds_per_fetch: int = 16
+    """Rounds between two fetches of tokens, while the host has no draft tokens."""
     max_nodes: int = 32
+    """The maximum number of nodes of one request in a round."""
     max_round_nodes: int = 1024
+    """The maximum number of nodes in a round, never below twice the slots."""
     prefill_rows: int = 4
+    """The number of prompt chunks that a round computes."""
     prefill_chunk_tokens: int = 0
+    """The tokens of a prompt chunk; 0: 64 on CPUs, else 512."""
     page_tokens: int = 128
+    """The positions of a page of the cache."""
     pages: int | Literal["auto"] = 0
+    """The number of pages of the cache; 0: as many as all slots can need."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -38,8 +38,8 @@ def config_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
         "--list",
         nargs="?",
         const="",
-        metavar="SECTION",
-        help="show the fields of a section, or of all of them, with types and defaults",
+        metavar="SECTION[.FIELD]",
+        help="show a setting, a section of settings, or all settings",
     )
     return parser
 

@@ -8,9 +8,12 @@ section, and each section is a frozen dataclass too:
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
+import itertools
 import re
+import textwrap
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -76,28 +79,76 @@ def dump(config: Any) -> str:
     return "\n".join(blocks)
 
 
-def describe(schema: type, only: str = "") -> str:
-    """Return help on every field, or on section `only`. Raises ConfigError if it is unknown."""
-    sections = _sections(schema)
-    if only and only not in sections:
-        raise ConfigError(
-            f"--list {only}: no such section.{nearest(only, sections)} "
-            f"Sections: {', '.join(sorted(sections))}"
-        )
-    blocks = []
-    for name, section in sorted(sections.items()):
-        if only not in ("", name):
-            continue
-        lines = [name, *(f"    {line}".rstrip() for line in _doc(section.cls).splitlines())]
-        comments = _field_comments(section.cls)
+@dataclasses.dataclass(frozen=True)
+class FieldHelp:
+    """A field as help shows it; `default` is "" if the field is required."""
+
+    name: str
+    type: str
+    default: str
+    doc: str
+
+
+@dataclasses.dataclass(frozen=True)
+class SectionHelp:
+    """A section as help shows it: its docstring and its fields."""
+
+    name: str
+    doc: str
+    fields: tuple[FieldHelp, ...]
+
+
+def help_on(schema: type) -> list[SectionHelp]:
+    """Return help on every section of a schema, sorted by name."""
+    found = []
+    for name, section in sorted(_sections(schema).items()):
+        docs = _field_docs(section.cls)
+        fields = []
         for field in section.fields:
             default = section.default(field)
-            value = "required" if default is dataclasses.MISSING else f"= {literal(default)}"
-            lines.append(f"  {name}.{field.name}: {spell(section.hints[field.name])} {value}")
-            if field.name in comments:
-                lines.append(f"      {comments[field.name]}")
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks) + "\n"
+            text = "" if default is dataclasses.MISSING else literal(default)
+            kind = spell(section.hints[field.name])
+            fields.append(FieldHelp(field.name, kind, text, docs.get(field.name, "")))
+        found.append(SectionHelp(name, _doc(section.cls), tuple(fields)))
+    return found
+
+
+def describe(schema: type, only: str = "") -> str:
+    """Return help on every field, on section `only`, or on field `only`, as `Section.field`.
+
+    Raises ConfigError if it is unknown.
+    """
+    sections = {section.name: section for section in help_on(schema)}
+    if not only:
+        return "\n\n".join(map(_section_text, sections.values())) + "\n"
+    name, dot, field = only.partition(".")
+    if name not in sections:
+        raise ConfigError(
+            f"--list {only}: no such section.{nearest(name, sections)} "
+            f"Sections: {', '.join(sorted(sections))}"
+        )
+    if not dot:
+        return _section_text(sections[name]) + "\n"
+    fields = {one.name: one for one in sections[name].fields}
+    if field not in fields:
+        raise ConfigError(
+            f"--list {only}: no such field.{nearest(field, fields, f'{name}.')} "
+            f"Fields of {name}: {', '.join(fields)}"
+        )
+    return _field_text(name, fields[field]) + "\n"
+
+
+def _section_text(section: SectionHelp) -> str:
+    doc = [f"    {line}".rstrip() for line in section.doc.splitlines()]
+    fields = [_field_text(section.name, field) for field in section.fields]
+    return "\n".join([section.name, *doc, *fields])
+
+
+def _field_text(section: str, field: FieldHelp) -> str:
+    value = f"= {field.default}" if field.default else "required"
+    doc = textwrap.wrap(field.doc, 94, break_long_words=False, break_on_hyphens=False)
+    lines = [f"  {section}.{field.name}: {field.type} {value}", *(f"      {line}" for line in doc)]
+    return "\n".join(lines)
 
 
 def fields_called(field: str, schema: type) -> list[str]:
@@ -278,10 +329,18 @@ def _doc(cls: type) -> str:
     return "" if doc.startswith(f"{cls.__name__}(") else doc
 
 
-def _field_comments(cls: type) -> dict[str, str]:
-    """Return the comment after each field in the source, if the source is available."""
+def _field_docs(cls: type) -> dict[str, str]:
+    """Return the string below each field in the source, if the source is available."""
     try:
-        source = inspect.getsource(cls)
+        source = textwrap.dedent(inspect.getsource(cls))
     except (OSError, TypeError):
         return {}
-    return dict(re.findall(r"^ +(\w+):[^#\n]*?  # (.+)$", source, re.MULTILINE))
+    docs = {}
+    [tree] = ast.parse(source).body
+    assert isinstance(tree, ast.ClassDef)
+    for field, below in itertools.pairwise(tree.body):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            docs[field.target.id] = " ".join(str(below.value.value).split())
+    return docs

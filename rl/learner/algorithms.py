@@ -184,47 +184,54 @@ _OF_THE_TABLE = (
 class AlgorithmConfig:
     """The objective. A field of None has the value of the algorithm's paper.
 
-    `name` is grpo, dr_grpo, dapo, gspo, rloo or ppo. `policy_loss` is clipped, sequence_clipped,
-    reinforce or `PATH.py:function`, `advantages` is group, leave_one_out, gae or `PATH.py:function`
-    (docs/add_an_algorithm.md). `aggregation` of the loss: `token` averages
-    over all tokens of an optimizer step, `sequence` averages the token means of sequences,
-    `sequence_sum` averages the token sums of sequences, `constant` divides the total of these sums
-    by sequences · Sampling.max_new_tokens. `advantage_normalisation` divides by the std of the
-    group, or of the batch with ppo. `old_logprobs` are the denominators of the ratio: `rollout`
-    log-probs are by the engine under the current policy, `emission` log-probs are under the policy
-    that drew each token (an older policy for reused tokens), `recomputed` log-probs (default of
-    gspo) are by the trainer before the first update. On accelerators the trainer rounds differently
-    from the engine, so on-policy ratios of `rollout` are not 1. `correction` weighs tokens by the
-    ratio of the trainer probability to the emission probability: `none`, `token_tis:C`,
-    `sequence_tis:C`, `token_mask:LOW:HIGH` or `sequence_mask:LOW:HIGH`
-    (`rl.learner.policy_losses`). `kl_coefficient` β weighs the KL to the starting policy. The loss
-    of each token gets β · `kl_estimator` of d = log π_ref − log π, outside of `correction`: `k2`,
-    d²/2, has the gradient of the KL; `k3` (None), exp(d) − 1 − d, has the mean of the KL and the
-    gradient of KL(π_ref ‖ π); `k1`, −d, has no gradient on average. With `kl_in_reward` the loss
-    has no KL. Instead, before rewards are compared, the reward of a response falls by β · k1,
-    summed over its tokens (ppo: token by token), where π is the sampling policy. This needs an
-    `advantage_normalisation` other than `std`, and dynamic sampling (dapo) uses the rewards before
-    this subtraction. `mask_truncated` leaves responses that reached the length limit out of the
-    loss (their rewards still count in the mean of the group). `max_extra_phases` bounds dynamic
-    sampling (dapo). A reward falls by up to 1 over the last `overlong_buffer_tokens` before the
-    length limit; 0 is off.
+    The KL to the starting policy is a function of d = log π_ref − log π. As a loss, each token gets
+    β · `kl_estimator` of d, outside of `correction`. On accelerators the trainer rounds differently
+    from the engine, so on-policy ratios of `old_logprobs = "rollout"` are not 1.
     """
 
     name: Name = "grpo"
+    """The algorithm: grpo, dr_grpo, dapo, gspo, rloo or ppo."""
     policy_loss: PolicyLoss | UserName | None = None
+    """clipped, sequence_clipped, reinforce or `PATH.py:function` (docs/add_an_algorithm.md)."""
     advantages: Estimator | UserName | None = None
+    """group, leave_one_out, gae or `PATH.py:function`."""
     clip_low: float | None = None
+    """The ratio is clipped below at 1 − `clip_low`."""
     clip_high: float | None = None
+    """The ratio is clipped above at 1 + `clip_high`."""
     kl_coefficient: float = 0.0
+    """β, the weight of the KL to the starting policy."""
     kl_estimator: KLEstimator | None = None
+    """`k2`, d²/2, has the gradient of the KL; `k3` (None), exp(d) − 1 − d, has the mean of the KL
+    and the gradient of KL(π_ref ‖ π); `k1`, −d, has no gradient on average."""
     kl_in_reward: bool = False
+    """Subtract the KL from the reward instead of adding it to the loss: before rewards are
+    compared, the reward of a response falls by β · k1, summed over its tokens (ppo: token by
+    token), where π is the sampling policy. Needs an `advantage_normalisation` other than `std`;
+    dynamic sampling (dapo) uses the rewards before this subtraction."""
     advantage_normalisation: Normalisation | None = None
+    """Divide advantages by the std of the group (`std`) or of the batch (`batch`, with ppo), or not
+    (`none`)."""
     aggregation: Aggregation | None = None
+    """`token` averages over all tokens of an optimizer step, `sequence` averages the token means of
+    sequences, `sequence_sum` averages the token sums of sequences, `constant` divides the total of
+    these sums by sequences · Sampling.max_new_tokens."""
     old_logprobs: OldLogprobs | None = None
+    """The denominators of the ratio: `rollout` log-probs are by the engine under the current
+    policy, `emission` log-probs are under the policy that drew each token (an older policy for
+    reused tokens), `recomputed` log-probs (default of gspo) are by the trainer before the first
+    update."""
     correction: str = "none"
+    """Weighs tokens by the ratio of the trainer probability to the emission probability: `none`,
+    `token_tis:C`, `sequence_tis:C`, `token_mask:LOW:HIGH` or `sequence_mask:LOW:HIGH`
+    (`rl.learner.policy_losses`)."""
     mask_truncated: bool = False
+    """Leave responses that reached the length limit out of the loss; their rewards still count in
+    the mean of the group."""
     max_extra_phases: int | None = None
+    """The maximum number of further passes of dynamic sampling (dapo)."""
     overlong_buffer_tokens: int | None = None
+    """A reward falls by up to 1 over this number of tokens before the length limit; 0 is off."""
 
     def __post_init__(self) -> None:
         kl = self.kl_coefficient
@@ -331,18 +338,17 @@ class AlgorithmConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CriticConfig:
-    """PPO's value network: its learning rate, and how it values tokens.
-
-    `gamma` discounts later rewards, `gae_lambda` mixes one-step (0) and whole-response (1)
-    estimates; below 1, an untrained critic (0 everywhere) makes long responses look bad. The change
-    of a value since before the update is clipped at `value_clip`. The section Optimizer has the
-    other settings of its optimizer.
-    """
+    """PPO's value network. The section Optimizer has the other settings of its optimizer."""
 
     learning_rate: float = 1e-5
+    """The learning rate of the value network."""
     gamma: float = 1.0
+    """The discount of later rewards."""
     gae_lambda: float = 1.0
+    """Mixes one-step (0) and whole-response (1) estimates; below 1, an untrained critic (0
+    everywhere) makes long responses look bad."""
     value_clip: float = 0.2
+    """The change of a value since before the update is clipped at this size."""
 
     def __post_init__(self) -> None:
         require(

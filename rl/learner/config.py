@@ -19,26 +19,29 @@ MAX_COUNT = 2**24  # max tokens of a micro-batch, and max optimizer steps of a b
 class TrainerConfig:
     """Settings of the update: optimizer steps per batch, and their use of the device.
 
-    A batch is trained on `inner_updates` times, in `minibatches` optimizer steps each (whole
-    groups, shuffled). Micro-batches hold about `micro_batch_tokens` positions, padding included
-    ("auto": the maximum that fits, `rl.preflight.sizes`); logits exist for `logprob_chunk_tokens`
-    positions at a time. `compute_dtype` auto is float32 on a CPU and bfloat16 elsewhere; float32
-    has full precision on every backend. Master weights are always float32. `remat` selects the
-    activations that the backward pass recomputes: with `none` it recomputes nothing; with `layer`,
-    everything but the input of each layer, for a third more work; with `layer:N`, everything but
-    the input of every N-th layer, for up to two thirds more work; with `dots`, everything but the
-    products with weights. auto is none on a CPU and layer elsewhere. An update with a loss or
-    gradient that is not finite is never applied: `on_nonfinite` stops the run, or skips and counts
-    the update.
+    Master weights are always float32. An update with a loss or gradient that is not finite is never
+    applied.
     """
 
     inner_updates: int = 1
+    """How often a batch is trained on."""
     minibatches: int = 1
+    """Optimizer steps in each pass over a batch (whole groups, shuffled)."""
     micro_batch_tokens: int | Literal["auto"] = 8192
+    """Positions of a micro-batch, padding included; "auto": the maximum that fits
+    (`rl.preflight.sizes`)."""
     logprob_chunk_tokens: int = 1024
+    """Positions whose logits exist together."""
     remat: str = "auto"
+    """The activations that the backward pass recomputes: `none`; `layer`, everything but the input
+    of each layer, for a third more work; `layer:N`, everything but the input of every N-th layer,
+    for up to two thirds more work; `dots`, everything but the products with weights. `auto` is none
+    on a CPU and layer elsewhere."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
+    """`stop` the run, or `skip` and count the update."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """The dtype of products; `auto` is float32 on a CPU and bfloat16 elsewhere. float32 has full
+    precision on every backend."""
 
     def __post_init__(self) -> None:
         sizes = ("inner_updates", "minibatches", "micro_batch_tokens", "logprob_chunk_tokens")
@@ -88,24 +91,31 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with a learning rate schedule; `max_grad_norm` None turns clipping off.
+    """AdamW with a learning rate schedule.
 
     The schedule covers all optimizer steps of the run. Optimizer steps without a gradient do not
     advance it, so a run that has some stops before its schedule is complete.
-
-    `first_moment` is the dtype of the mean of gradients: bfloat16 saves two bytes per weight. The
-    mean of their squares stays float32, since `b2` moves it by only a thousandth.
     """
 
     learning_rate: float = 1e-6
+    """The peak learning rate."""
     schedule: Schedule = "constant"
+    """The learning rate after warm-up."""
     warmup_steps: int = 0
+    """Optimizer steps over which the learning rate rises from 0."""
     weight_decay: float = 0.0
+    """AdamW's weight decay."""
     max_grad_norm: float | None = 1.0
+    """The norm that gradients are clipped to; None turns clipping off."""
     b1: float = 0.9
+    """Decay of the mean of gradients."""
     b2: float = 0.999
+    """Decay of the mean of their squares."""
     eps: float = 1e-8
+    """Added to the root of the mean of squares."""
     first_moment: Literal["float32", "bfloat16"] = "float32"
+    """The dtype of the mean of gradients: bfloat16 saves two bytes per weight. The mean of their
+    squares stays float32, since `b2` moves it by only a thousandth."""
 
     def __post_init__(self) -> None:
         norm = self.max_grad_norm
@@ -151,13 +161,14 @@ class NumericsConfig:
     """Bits of log-probabilities (docs/architecture.md, Exactness).
 
     If all passes sum in one order, decoding, drafts, reuse and training compute the same bits, in
-    bfloat16 too: drafts change no token, and the ratios of the first update of a batch are 1. CPUs
-    do so unless a size does not fit; TPUs and Hopper GPUs do so if `same_bits` is True, with
-    products that have not been timed on a device yet. Where passes cannot, each program that opens
-    a policy rejects True; "auto" prints the reason, and False does nothing.
+    bfloat16 too: drafts change no token, and the ratios of the first update of a batch are 1.
     """
 
     same_bits: bool | Literal["auto"] = "auto"
+    """Require the same bits of all passes. CPUs compute them unless a size does not fit; TPUs and
+    Hopper GPUs do so if True, with products that have not been timed on a device yet. Where passes
+    cannot, each program that opens a policy rejects True; "auto" prints the reason, and False does
+    nothing."""
 
 
 def why_other_bits(model: ModelConfig, tensor_ways: int) -> str | None:

@@ -54,9 +54,12 @@ MAX_LINE_BYTES = 2**26
 class MetricsConfig:
     """Outputs of metrics besides metrics.jsonl, and the number of samples kept."""
 
-    tensorboard: bool = True  # TensorBoard events in RUN/tensorboard
-    wandb_project: str | None = None  # also log to this Weights & Biases project
-    samples_per_step: int = 8  # samples.jsonl lines a step; 0 writes none, -1 all
+    tensorboard: bool = True
+    """Write TensorBoard events to RUN/tensorboard."""
+    wandb_project: str | None = None
+    """Also log to this Weights & Biases project."""
+    samples_per_step: int = 8
+    """Lines of samples.jsonl per step; 0 writes none, -1 all."""
 
     def __post_init__(self) -> None:
         if self.samples_per_step < -1:

@@ -17,37 +17,37 @@ _EXPECTED = f"one of {', '.join(BUILT_IN)} or PATH.py:function"
 
 @dataclasses.dataclass(frozen=True)
 class RewardConfig:
-    """Section `Reward`.
+    """Section `Reward`: the functions that score responses, and what their failures mean.
 
-    functions: `task` (the verifier of the task), `exact_match`, `math_verify`, or
-      `PATH.py:function` with the signature
-      `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
-    weights: a weight per function; empty means 1 for every function.
-    per: `response` scores each response as it finishes, in lists of one entry; `group` scores all
-      responses to a prompt in one call, once the last has finished. Functions may be async.
-    extract: how the built-in functions find the answer in a completion (rl.data.answers).
-    deadline_s: time to score one response, or one group, with all functions.
-    on_failure: if a scorer raises, hangs, dies or returns nonsense, its sample is left out of the
-      advantages (`skip`), or its reward is 0 (`zero`); 0 counts only in a group with other
-      rewards that differ, so that no group is trained on because a reward failed.
-    max_failed_share: more failed samples than this share of a step, and more than one, stop the
-      run; the last whole step is saved.
-    max_failing_steps: this number of consecutive steps with more than 1% failed samples stops the
-      run too.
-    memory_limit_mib: address space of each worker; libraries reserve more than they use. None
-      means no limit.
+    If a scorer raises, hangs, dies or returns nonsense, its sample has failed.
     """
 
     functions: tuple[str, ...] = ("task",)
+    """`task` (the verifier of the task), `exact_match`, `math_verify`, or `PATH.py:function` with
+    the signature `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
+    Functions may be async."""
     weights: tuple[float, ...] = ()
+    """A weight per function; empty: 1 for every function."""
     per: Literal["response", "group"] = "response"
+    """`response` scores each response as it finishes, in lists of one entry; `group` scores all
+    responses to a prompt in one call, once the last has finished."""
     extract: Extractor = "hash"
+    """How the built-in functions find the answer in a completion (rl.data.answers)."""
     deadline_s: float = 10.0
+    """Seconds to score one response, or one group, with all functions."""
     workers: int = 2
+    """The number of processes that score."""
     on_failure: Literal["zero", "skip"] = "skip"
+    """A failed sample is left out of the advantages (`skip`), or its reward is 0 (`zero`); 0 counts
+    only in a group with other rewards that differ, so that no group is trained on because a reward
+    failed."""
     max_failed_share: float = 0.1
+    """A larger share of failed samples in a step, of more than one sample, stops the run; the last
+    whole step is saved."""
     max_failing_steps: int = 20
+    """Consecutive steps with more than 1% failed samples that stop the run."""
     memory_limit_mib: int | None = 4096
+    """Address space of each process; libraries reserve more than they use. None: no limit."""
 
     def __post_init__(self) -> None:
         if not self.functions:

@@ -41,27 +41,31 @@ MAX_REQUESTS = 2**20  # of a step
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """The run folder, the length of the run, and the seed of its data order and noise.
+    """The run folder, the length of a run, its seed, and its time limits.
 
     A part of a run without a heartbeat for `hang_limit_s` is hung: the run names this part, and
-    stops or continues without it; compiling has `compile_limit_s` for each program. After a stop
-    request, a run that does not reach its next save within `stop_limit_s` exits without saving.
-    With `time_limit_s` a run saves and stops before a step that would exceed the limit, at the pace
-    of the last step; `--resume` continues the run, with the same time again.
-
-    Steps with rewards that teach nothing (none, all equal, all cut off, no group left, all failed)
-    are reported with the reason after three in a row; after
-    `no_update_limit_steps` the run saves and exits with status 1.
+    stops or continues without it. Steps with rewards that teach nothing (none, all equal, all cut
+    off, no group left, all failed) are reported with the reason after three in a row.
     """
 
-    directory: str | None = None  # None: runs/NAME_OF_CONFIG, numbered
+    directory: str | None = None
+    """The run folder. None: runs/NAME_OF_CONFIG, numbered."""
     steps: int = 100
+    """The number of training steps."""
     seed: int = 0
+    """The seed of the data order, the sampling noise and the shuffles of minibatches."""
     hang_limit_s: float = HANG_LIMIT_S
+    """Seconds without a heartbeat after which a part of the run is hung."""
     compile_limit_s: float = 3600.0
+    """Seconds that the compilation of one program may take."""
     stop_limit_s: float = 8.0
-    time_limit_s: float | None = None  # None: until all steps are done
+    """Seconds from a stop request to the next save; later the run exits without saving."""
+    time_limit_s: float | None = None
+    """Save and stop before a step that would exceed this time at the pace of the last step;
+    `--resume` continues with the same time again. None: until all steps are done."""
     no_update_limit_steps: int = 20
+    """Consecutive steps without a learning signal after which the run saves and exits with status
+    1."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= MAX_STEPS:
@@ -80,16 +84,19 @@ class RunConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyConfig:
-    """The policy to start from: a Hugging Face folder with its tokenizer, or a GGUF file.
+    """The policy to start from, and its low-rank adapters.
 
-    With `lora_rank` above 0 the weights are frozen, and low-rank adapters of `lora_targets`
-    (attention, mlp, head) are trained: W + (lora_alpha / lora_rank) · B · A.
+    With adapters, the weights W are frozen and W + (lora_alpha / lora_rank) · B · A is trained.
     """
 
     directory: str = "policies/tiny"
+    """A Hugging Face folder with its tokenizer, or a GGUF file."""
     lora_rank: int = 0
+    """The rank of the adapters; 0 trains all weights."""
     lora_alpha: float = 32.0
+    """The scale of the adapters is `lora_alpha / lora_rank`."""
     lora_targets: tuple[LoraTarget, ...] = ("attention", "mlp")
+    """The layers with adapters: attention, mlp, head."""
 
     def __post_init__(self) -> None:
         if self.lora_rank:
@@ -105,18 +112,19 @@ class PolicyConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
-    """The rollouts of one step: `group_size` responses to each of `prompts_per_step` prompts.
-
-    Examples with a prompt of more than `max_prompt_tokens` are left out of the run; their number is
-    logged at the start, or by each step (`rollout/left_out_prompts`) if there are more than
-    `Task.stream_above_examples`. Last epoch's responses, for drafts and reuse, take `cache_bytes`
-    of memory, compressed; the rest goes to the run folder.
-    """
+    """The rollouts of one step: a group of responses to each prompt."""
 
     prompts_per_step: int = 16
+    """The number of prompts in a step."""
     group_size: int = 8
+    """The number of responses to each prompt, which are compared with one another."""
     max_prompt_tokens: int = 256
+    """Examples with a longer prompt are left out of the run. Their number is logged at the start,
+    or by each step (`rollout/left_out_prompts`) if there are more than
+    `Task.stream_above_examples`."""
     cache_bytes: int = 2**30
+    """Memory for last epoch's responses, compressed, which drafts and reuse need; the rest goes to
+    the run folder."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -31,24 +31,29 @@ _CANDIDATES = 4  # generated questions per wanted question, since training may h
 class EvalConfig:
     """Section `Eval`: questions that measure the progress of a policy, and when.
 
-    A run is evaluated before its first step, after every `every_steps` steps (0: never in between)
-    and after its last step. `sets` are tasks, `NAME=SPEC`; the default is the generated tasks of
-    the run, with questions that training does not have. Up to `num_prompts` questions of each set
-    get `samples` responses; 0 evaluates nothing. Temperature 0 is greedy. A response is correct if
-    the reward function `correct_by` returns at least `correct_at` for it; a single function of
-    weight 1, without a length penalty, need not be named. The k of pass@k are the
-    powers of two up to `samples`. The best step has the highest `best_by`: `mean_reward` or
-    `pass@K` over all sets, or `NAME/mean_reward` of one set.
+    A run is evaluated before its first step, regularly, and after its last step. The k of pass@k
+    are the powers of two up to `samples`.
     """
 
     every_steps: int = 40
+    """Steps between evaluations; 0: only the first and the last."""
     sets: tuple[str, ...] = ()
-    num_prompts: int = 64  # of each set
+    """Tasks, `NAME=SPEC`. Empty: the generated tasks of the run, with questions that training does
+    not have."""
+    num_prompts: int = 64
+    """The maximum number of questions of each set; 0 evaluates nothing."""
     samples: int = 1
-    temperature: float = 0.0  # all other sampling settings are as in the run
-    correct_by: str | None = None  # one of Reward.functions
+    """Responses to each question."""
+    temperature: float = 0.0
+    """The sampling temperature; 0 is greedy. Other settings of the section Sampling apply."""
+    correct_by: str | None = None
+    """The reward function, one of Reward.functions, that decides whether a response is correct.
+    None: the single function of weight 1, without a length penalty."""
     correct_at: float = 1.0
+    """A response is correct if this function returns at least this value."""
     best_by: str = "mean_reward"
+    """The best step has the highest `mean_reward` or `pass@K` over all sets, or `NAME/mean_reward`
+    of one set."""
 
     def __post_init__(self) -> None:
         bounds = {"every_steps": (0, 2**31), "num_prompts": (0, MAX_PROMPTS), "samples": (1, 1024)}

@@ -23,22 +23,23 @@ MAX_SAMPLES = 512  # of a group with repeated noise: ids are example · 1024 + s
 class SpeculationConfig:
     """The sources of draft tokens, and the budget of a round. Neither changes a token.
 
-    (For rounding on accelerators see docs/architecture.md, Exactness.) All `sources` draft in each
-    round, and their drafts are joined: `last` (with Reuse: last epoch's response with the same
-    sample index), `history` (responses to the prompt in the last epoch; or `histospec`, which uses
-    RhymeRL's rule), `group` (live siblings), `own`
-    (the text of the request), `learned` (a drafter that is trained online, see Drafter), `model`
-    (a draft model, see DraftModel), `PATH.py:NAME` (a drafter of yours). `budget` is `off`,
-    `fixed:K`, `aimd`, `bandit` (see Tuner), `goodput` or `PATH.py:NAME` (docs/add_a_drafter.md).
-    After `losing_steps` steps in a row with drafts that lost more than 1% of the rollout time, a
-    budget turns itself off for the rest of the run, or in the first epoch until the second epoch
-    has history; with `fixed:K` or drafting workers the loss is only reported (0: never). `coupled`
-    reuse with such losses is turned off likewise; losses of `lenient` are reported.
+    (For rounding on accelerators see docs/architecture.md, Exactness.)
     """
 
     budget: str = "goodput"
+    """How many draft tokens a round verifies: `off`, `fixed:K`, `aimd`, `bandit` (see Tuner),
+    `goodput` (the most expected tokens per second) or `PATH.py:NAME` (docs/add_a_drafter.md)."""
     sources: tuple[SourceName | UserName, ...] = ("last", "history", "group", "own")
+    """The drafters of each round, whose drafts are joined: `last` (with Reuse: last epoch's
+    response with the same sample index), `history` (responses to the prompt in the last epoch; or
+    `histospec`, which uses RhymeRL's rule), `group` (live siblings), `own` (the text of the
+    request), `learned` (a drafter that is trained online, see Drafter), `model` (a draft model, see
+    DraftModel) and `PATH.py:NAME` (a drafter of yours)."""
     losing_steps: int = 3
+    """Consecutive steps with drafts that lost more than 1% of the rollout time, after which a
+    budget turns itself off for the rest of the run, or in the first epoch until there is history
+    (0: never). With `fixed:K` or drafting workers, and with `lenient` reuse, the loss is only
+    reported; losing `coupled` reuse is turned off likewise."""
 
     def __post_init__(self) -> None:
         if self.budget.partition(":")[0] != "fixed":
@@ -83,18 +84,17 @@ class SpeculationConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DraftModelConfig:
-    """A smaller model that drafts, if `Speculation.sources` has `model`. It is not trained.
-
-    `directory` is its Hugging Face folder or GGUF file, with the tokenizer of the policy;
-    `directories` are alternatives for drafting workers (see Drafting). A round drafts a chain of up
-    to `max_depth` tokens for each request: the `likeliest` tokens, until their probability falls
-    below 5%, or draws with the noise of the policy (`shared_noise`).
-    """
+    """A smaller model that drafts, if `Speculation.sources` has `model`. It is not trained."""
 
     directory: str | None = None
+    """Its Hugging Face folder or GGUF file, with the tokenizer of the policy."""
     directories: tuple[str, ...] = ()
+    """Alternative draft models for drafting workers (see Drafting)."""
     max_depth: int = 6
+    """The maximum length of the chain that a round drafts for a request."""
     proposal: Proposal = "likeliest"
+    """`likeliest`: the most likely tokens, until their probability falls below 5%; `shared_noise`:
+    draws with the noise of the policy."""
 
     @property
     def each(self) -> tuple[DraftModelConfig, ...]:
@@ -112,33 +112,35 @@ class DraftModelConfig:
 class ReuseConfig:
     """Reuse of last epoch's response to the same prompt with the same sample index.
 
-    `mode`: `off`; `lenient:λ` (SPEC-RL: a token is kept with probability min(1, λ · p_new / p_old),
-    up to the first token that is not kept; λ is a number, `e^0.5` or `inf`); its ablations
-    `delayed:λ` (the epoch before the last), `random` and `full`; `coupled` (noise repeats from
-    epoch to epoch, tokens are kept while the policy draws them again); `repeated_noise` (the
-    baseline of `coupled`, with its noise but without kept tokens). `schedule` changes λ:
-    `constant`, `linear:END:STEPS`, `clip_fraction:TARGET`.
-
-    Every mode repeats old responses, so an unsolved prompt is tried in the same way again. Two
-    remedies keep exploring: a `fresh_share` of the samples of each group, rounded up but never the
-    whole group, draws fresh noise in each epoch and reuses nothing; with `renew_groups` so do all
-    samples of a prompt after its responses had equal rewards and taught nothing (groups of one
-    never do). 0 and False repeat everything, as SPEC-RL does. A kept token was drawn by a policy at
-    most `max_age_steps` steps earlier; otherwise the response is generated from scratch (None means
-    no bound, which Sched.mode = "pipeline" rejects; tokens of `coupled` have no age).
+    Every mode repeats old responses, so an unsolved prompt is tried in the same way again;
+    `fresh_share` and `renew_groups` keep exploring. With 0 and False everything repeats, as in
+    SPEC-RL.
 
     Every token of `coupled` is a draw of the current policy, and the joint distribution is exact
-    (except for rounding) for any policy that was chosen independently of the noise. Training is
-    not independent: updates learn from responses made with the noise, as with common random numbers
+    (except for rounding) for any policy that was chosen independently of the noise. Training is not
+    independent: updates learn from responses made with the noise, as with common random numbers
     elsewhere. With `coupled`, Sampling.draw is "gumbel_blocks" unless set. After an update at 1e-5
     `gumbel` kept 81% of the tokens of SmolLM2-135M; `cdf` kept 31%, which is slower than no reuse.
     """
 
     mode: str = "off"
+    """`off`; `lenient:λ` (SPEC-RL: a token is kept with probability min(1, λ · p_new / p_old), up
+    to the first token that is not kept; λ is a number, `e^0.5` or `inf`); its ablations `delayed:λ`
+    (the epoch before the last), `random` and `full`; `coupled` (noise repeats from epoch to epoch,
+    tokens are kept while the policy draws them again); `repeated_noise` (the baseline of `coupled`:
+    its noise, no kept tokens)."""
     schedule: str = "constant"
+    """How λ changes: `constant`, `linear:END:STEPS`, `clip_fraction:TARGET`."""
     fresh_share: float = 0.125
+    """The share of the samples of each group, rounded up but never the whole group, that draws
+    fresh noise in each epoch and reuses nothing."""
     renew_groups: bool = True
+    """Draw fresh noise for all samples of a prompt after its responses had equal rewards and taught
+    nothing (never for groups of one)."""
     max_age_steps: int | None = None
+    """The maximum age in steps of the policy that drew a kept token; older responses are generated
+    from scratch. None: no bound, which `Sched.mode = "pipeline"` rejects. Tokens of `coupled` have
+    no age."""
 
     def __post_init__(self) -> None:
         mode = parse_mode(self.mode)

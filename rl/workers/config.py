@@ -18,34 +18,38 @@ Allocation = Literal["measured", "even"]
 class SchedConfig:
     """Rollout workers and their scheduler, which never change the tokens that a policy generates.
 
-    `mode` is `sync` (the policy that generates a response also learns from it), `ahead` (like
-    `sync`, but idle workers start the next step early, and its weights verify the early tokens), or
-    `pipeline` (workers generate a step while the trainer learns from the previous step, with
-    weights one update old).
-
     In `sync` mode with one worker, rollouts run on the trainer's devices. Otherwise each worker has
-    `devices_per_worker` devices; `ahead` and `pipeline` use the last devices. Single-device workers
-    share devices if there are too few. The requests on a worker take at most `kv_tokens` positions
-    (None: enough for all slots). Between chunks, the host keeps at most `pool_bytes` of keys and
-    values.
-
-    `policy` is `group_fifo`, `divided_fifo`, `seer`, `histopipe` (with mode = "pipeline") or
-    `PATH.py:NAME` (docs/add_a_scheduler.md). With `histopipe`, workers serve `ranking_groups`
-    groups of prompts, ranked by the lengths of the last epoch, and start the next step without
-    waiting. With more workers than groups, `allocation` assigns workers to groups by `measured`
-    round times, or in `even` shares.
+    separate devices; `ahead` and `pipeline` use the last devices. Single-device workers share
+    devices if there are too few.
     """
 
     mode: Mode = "sync"
+    """`sync` (the policy that generates a response also learns from it), `ahead` (like `sync`, but
+    idle workers start the next step early, and its weights verify the early tokens), or `pipeline`
+    (workers generate a step while the trainer learns from the previous step, with weights one
+    update old)."""
     policy: Policy | UserName = "seer"
+    """The scheduler: `group_fifo`, `divided_fifo`, `seer`, `histopipe` (with `mode = "pipeline"`)
+    or `PATH.py:NAME` (docs/add_a_scheduler.md)."""
     workers: int = 1
+    """The number of rollout workers."""
     devices_per_worker: int = 1
+    """The number of devices of each worker."""
     chunk_tokens: int = 512
+    """Tokens that a request generates before the scheduler may move it."""
     kv_tokens: int | None = None
+    """The maximum number of cache positions of the requests on a worker; None: enough for all
+    slots."""
     pool_bytes: int = 2**33
+    """Host memory for keys and values between chunks."""
     ranking_groups: int = 8
+    """With `histopipe`: the number of groups of prompts, ranked by the lengths of the last epoch.
+    Workers that finish a step start the next without waiting."""
     allocation: Allocation = "measured"
-    on_error: OnError = "stop"  # or restart: requests of a failed or hung worker move to others
+    """With `histopipe` and more workers than groups: assign workers to groups by `measured` round
+    times, or in `even` shares."""
+    on_error: OnError = "stop"
+    """If a worker fails or hangs, `stop` the run, or `restart` its requests on other workers."""
 
     def __post_init__(self) -> None:
         check_name("policy", self.policy, typing.get_args(Policy))

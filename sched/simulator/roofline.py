@@ -131,17 +131,20 @@ MODELS = {
 class Efficiency:
     """The reached shares of the peaks, and the fixed seconds, the same for all models.
 
-    `bandwidth` applies to memory and links. Every round takes `overhead_s`, also in a drafter. A
-    layer split over several devices takes `layer_sync_s` twice, besides its bytes. The values are
-    fitted to TLT's tables 2, 4 and 7 (plain rounds of 7B on one and two H100; speedups of trees on
-    32B by batch); `operations` is at the edge of the allowed range.
+    The values are fitted to TLT's tables 2, 4 and 7 (plain rounds of 7B on one and two H100;
+    speedups of trees on 32B by batch); `operations` is at the edge of the allowed range.
     """
 
     bandwidth: float = 0.78
+    """The reached share of the bandwidth of memory and links."""
     operations: float = 0.8
+    """The reached share of the arithmetic peak."""
     overhead_s: float = 0.9e-3
-    layer_sync_s: float = 10e-6  # assumed
-    memory: float = 0.9  # share of a device for weights, keys and values
+    """Fixed seconds of every round, also in a drafter."""
+    layer_sync_s: float = 10e-6
+    """Seconds that a layer split over several devices takes twice, besides its bytes; assumed."""
+    memory: float = 0.9
+    """The share of a device for weights, keys and values."""
 
 
 @dataclasses.dataclass(frozen=True)

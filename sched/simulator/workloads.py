@@ -24,21 +24,29 @@ from reprise.sched.request import RequestSpec
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The requests of one rollout; `sigma` and `group_share` are σ and ρ, `limit_share` is q.
+    """The requests of one rollout.
 
     With the default ρ, 16% of responses exceed the median of their prompt in the last epoch by at
     least one of eight ranks (RhymeRL, figure 9: math). The default σ was fitted to SpecActor's
-    share of idle time; σ is not used if q is given.
+    share of idle time.
     """
 
     num_groups: int
+    """The number of prompts."""
     group_size: int
+    """Responses to each prompt."""
     mean_tokens: float
+    """The mean length of a response."""
     limit_tokens: int
+    """The maximum length of a response."""
     prompt_tokens: int = 512
+    """The length of each prompt."""
     sigma: float = 0.7
+    """σ of the log-normal lengths; unused if `limit_share` is set."""
     group_share: float = 0.97
+    """ρ, the share of the variance of log-lengths between prompts."""
     limit_share: float | None = None
+    """q, the share of responses that reach the limit; None: by σ."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.mean_tokens < self.limit_tokens:

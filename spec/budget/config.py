@@ -16,19 +16,20 @@ OWN = "own"  # drafter names; OWN drafts n-grams
 class TunerConfig:
     """The arms of `Speculation.budget = "bandit"`, and the rule that chooses among them.
 
-    Range i of batch sizes starts at `thresholds[i]` and verifies `verify_tokens[i]` draft tokens
-    per request; an extra threshold adds a range with only plain decoding. The arms of a range are
-    each single drafter, all text drafters, all drafters, and plain decoding. An arm with a device
-    drafter exists once for each of `depths` that its drafters reach. One round in ten chooses a
-    random arm, the others the arm with the best median of its last 32 rewards.
-
-    The defaults follow TLT's table 4, where 48 or 64 tokens are best for 1 to 4 requests, by 1 to
-    5% (`Engine.max_nodes` allows 32); the smallest number in the table is 16.
+    The arms of a range of batch sizes are each single drafter, all text drafters, all drafters, and
+    plain decoding. One round in ten chooses a random arm, the others the arm with the best median
+    of its last 32 rewards. The defaults follow TLT's table 4, where 48 or 64 tokens are best for 1
+    to 4 requests, by 1 to 5% (`Engine.max_nodes` allows 32); the smallest number in the table is
+    16.
     """
 
     thresholds: tuple[int, ...] = (1, 5, 17, 33)
+    """The batch size at which each range starts; an extra threshold adds a range with only plain
+    decoding."""
     verify_tokens: tuple[int, ...] = (31, 15, 7)
+    """Draft tokens per request that each range verifies."""
     depths: tuple[int, ...] = (3, 6, 10)
+    """An arm with a device drafter exists once for each of these depths that its drafters reach."""
 
     def __post_init__(self) -> None:
         ascends = all(a < b for a, b in itertools.pairwise(self.thresholds))

@@ -104,14 +104,16 @@ VARIANTS: dict[str, LossTerms] = {
 class DrafterTrainingConfig:
     """The trained variant and the AdamW learning rate.
 
-    The learning rate rises over `warmup_steps` and then stays constant, since drafter training
-    lasts as long as policy training. Products have the dtype of policy rollouts. Weights and
-    optimizer state are float32.
+    The learning rate stays constant after warm-up, since drafter training lasts as long as policy
+    training. Products have the dtype of policy rollouts. Weights and optimizer state are float32.
     """
 
     variant: Variant = "eagle"
+    """The design and its losses: `eagle`, `hass` or `eagle3`."""
     learning_rate: float = 3e-4
+    """The learning rate after warm-up."""
     warmup_steps: int = 20
+    """Steps over which the learning rate rises."""
 
     def __post_init__(self) -> None:
         if self.variant not in VARIANTS:
@@ -133,13 +135,14 @@ class DrafterTrainingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataBufferConfig:
-    """The bytes of hidden states, from this step and the last one, that a drafter learns from.
+    """The hidden states, from this step and the last one, that a drafter learns from.
 
     They are collected for a share of the requests of a step that fits its half of `max_bytes`, if
     sequences are as long as in the previous step, or as long as possible in the first step.
     """
 
     max_bytes: int = 2**30
+    """Host memory for hidden states."""
 
     def __post_init__(self) -> None:
         if self.max_bytes < 1:

@@ -34,7 +34,10 @@ class RunConfig:
     """
 
     directory: str = "runs/default"
-    steps: int = 100  # training steps
+    steps: int = 100
+    """The number of training steps,
+    of a run.
+    """
     name: str | None = None
 
 
@@ -359,9 +362,9 @@ def test_a_dump_refuses_what_it_could_not_read_back():
         dump(Schema(RunConfig(), RolloutConfig(temperature=float("nan"))))
 
 
-def test_describe_gives_type_default_and_comment():
+def test_describe_gives_type_default_and_doc():
     text = describe(Schema)
-    assert "Run.steps: int = 100\n      training steps" in text
+    assert "Run.steps: int = 100\n      The number of training steps, of a run.\n" in text
     assert "Run.name: str or None = None" in text
     assert "Rollout.draw: one of 'cdf', 'gumbel' = 'cdf'" in text
     assert "    Where a run lives.\n\n    Second paragraph." in text
@@ -418,6 +421,16 @@ def test_one_section_is_listed(capsys):
     assert code == 0 and one.strip() in every and "Rollout." in every
     code, error = listed("run", capsys)
     assert code == 2 and "Did you mean Run?" in error
+
+
+def test_one_setting_is_listed(capsys):
+    code, one = listed("Run.steps", capsys)
+    assert code == 0 and one.splitlines() == [
+        "  Run.steps: int = 100",
+        "      The number of training steps, of a run.",
+    ]
+    code, error = listed("Run.step", capsys)
+    assert code == 2 and "Did you mean Run.steps?" in error
 
 
 def test_examples_in_errors_work():
