@@ -111,7 +111,7 @@ clean:
 # A pip of its own first: the one that comes with Python 3.11 takes twice as long.
 $(INSTALLED): pyproject.toml requirements/build.txt requirements/dev.txt
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and \
-	    f"expected Python 3.11 or newer, got {v}; mend: make PYTHON=/path/to/python3.11 …")'
+	    f"expected Python 3.11 or newer, got {v}; fix: make PYTHON=/path/to/python3.11 …")'
 	$(PYTHON) -m venv .venv
 	$(HASHED) -r requirements/build.txt
 	$(HASHED) -r requirements/dev.txt

@@ -66,7 +66,7 @@ def pack(
         raise ValueError(
             f"the budget took {taken} draft tokens, {max_drafts} of one request: expected at most "
             f"{num_nodes - num_slots}, and {max_nodes - 1} of one request, in a round of "
-            f"{num_nodes} nodes and {num_slots} slots; mend: see spec.budget.budget.DraftDecision"
+            f"{num_nodes} nodes and {num_slots} slots; fix: see spec.budget.budget.DraftDecision"
         )
     table_5M = np.empty((5, num_nodes), np.int32)
     table_5M[3:] = NOT_GIVEN
@@ -78,7 +78,7 @@ def pack(
         token = int(drafts.tokens_AN[a, i])
         raise ValueError(
             f"draft token {i} of live request {a} is {token} behind parent {parent}: expected a "
-            f"parent in −1 … {i - 1}, and siblings that differ in their tokens; mend: see "
+            f"parent in −1 … {i - 1}, and siblings that differ in their tokens; fix: see "
             "spec.drafter.Drafter.propose"
         )
     return table_5M

@@ -39,7 +39,7 @@ if _JAXLIB < (0, 12):  # which has no other emitters
 if "jax" in sys.modules:
     raise RuntimeError(
         "expected tests/conftest.py to run before jax is imported, got jax imported already; "
-        "mend: disable the pytest plugin that imports it (-p no:NAME)"
+        "fix: disable the pytest plugin that imports it (-p no:NAME)"
     )
 os.environ["JAX_PLATFORMS"] = os.environ.get("REPRISE_TEST_PLATFORM", "cpu")
 flags = [f"{DEVICE_COUNT_FLAG}={NUM_VIRTUAL_DEVICES}"]

@@ -141,7 +141,7 @@ def test_the_diff_of_the_page_on_models_applies_and_passes_its_check(tmp_path):
 def test_generated_pages_are_current(name):
     if name == generate.OLDER and (reason := older.no_git()):
         pytest.skip(reason)
-    assert page(name) == generate.PAGES[name](), "mend: python -m docs.generate"
+    assert page(name) == generate.PAGES[name](), "fix: python -m docs.generate"
 
 
 def test_every_result_file_has_a_row():

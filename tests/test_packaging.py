@@ -157,7 +157,7 @@ def test_the_two_worlds_of_jax():
 def test_what_the_requirements_bring_along_is_pinned_too():
     brought = set(needed(direct_requirements()))
     assert {"jaxlib", "tokenizers", "sympy"} <= brought  # the walk goes past the first step
-    assert not brought - set(pins("3.11")), "mend: add these to constraints.txt"
+    assert not brought - set(pins("3.11")), "fix: add these to constraints.txt"
 
 
 def test_the_wheel_holds_the_packages_and_nothing_else(wheels, checkout_copy):
@@ -274,7 +274,7 @@ def test_every_public_name_of_the_wheel_is_imported(python_of_wheel, tmp_path):
         assert not missing and int(num_imported) == num_modules - len(PACKAGES)
         execute([python_of_wheel, "-c", PUBLIC], tmp_path / "empty")
     else:  # modules that need the standard library only
-        assert int(num_imported) > 30, "mend: import other projects' packages where they are used"
+        assert int(num_imported) > 30, "fix: import other projects' packages where they are used"
     assert not list((tmp_path / "empty").iterdir())
 
 

@@ -491,7 +491,7 @@ def test_the_engine_imports_with_nothing_but_its_needs():
     done = import_engine(ROOT)
     assert done.returncode == 0, (
         f"expected the engine to import with only {sorted(ENGINE_NEEDS)}, got:\n{done.stderr}\n"
-        "mend: move the import into the function that needs it"
+        "fix: move the import into the function that needs it"
     )
 
 

@@ -87,8 +87,8 @@ def refusal(size: str) -> str | None:
         platform = jax.devices()[0].platform
     except RuntimeError as error:
         platform = f"no device ({str(error).splitlines()[0]})"
-    mend = "install '.[cuda]' on a machine that has one, or try the command with --size=tiny"
-    expected = f"expected a GPU that jax computes on, got {platform}; mend: {mend}"
+    fix = "install '.[cuda]' on a machine that has one, or try the command with --size=tiny"
+    expected = f"expected a GPU that jax computes on, got {platform}; fix: {fix}"
     return None if platform == "gpu" else expected
 
 

@@ -42,18 +42,16 @@ MAX_BUFFERS = 8
 def takes(head_dim: int, page_tokens: int, dtype: Any) -> str | None:
     """Return None if the kernel takes these sizes, else the reason in one sentence."""
     if head_dim not in (64, 128):
-        return (
-            f"expected a head size of 64 or 128, got {head_dim}; mend: use the portable attention"
-        )
+        return f"expected a head size of 64 or 128, got {head_dim}; fix: use the portable attention"
     if page_tokens not in (64, 128):
         return (
             f"expected pages of 64 or 128 positions, got {page_tokens}; "
-            "mend: use pages of 64 or 128 positions, or the portable attention"
+            "fix: use pages of 64 or 128 positions, or the portable attention"
         )
     if jnp.dtype(dtype) != jnp.dtype(jnp.bfloat16):
         return (  # tensor cores multiply float32 as TF32
             f"expected bfloat16 keys and values, got {jnp.dtype(dtype).name}; "
-            "mend: set Trainer.compute_dtype to bfloat16, or use the portable attention"
+            "fix: set Trainer.compute_dtype to bfloat16, or use the portable attention"
         )
     return None
 

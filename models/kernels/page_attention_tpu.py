@@ -37,17 +37,17 @@ def takes(head_dim: int, page_tokens: int, dtype: Any) -> str | None:
     if head_dim % LANES:
         return (
             f"expected a head size that is a multiple of {LANES}, got {head_dim}; "
-            "mend: use the portable attention"
+            "fix: use the portable attention"
         )
     if page_tokens != KEYS:
         return (
             f"expected pages of {KEYS} positions, got {page_tokens}; "
-            f"mend: set Engine.page_tokens to {KEYS}, or use the portable attention"
+            f"fix: set Engine.page_tokens to {KEYS}, or use the portable attention"
         )
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
         return (
             f"expected float32 or bfloat16 keys and values, got {jnp.dtype(dtype).name}; "
-            "mend: set Trainer.compute_dtype to one of them, or use the portable attention"
+            "fix: set Trainer.compute_dtype to one of them, or use the portable attention"
         )
     return None
 

@@ -125,7 +125,7 @@ class SimulateRun:
         if kv_tokens < needed:
             raise ValueError(
                 f"a worker holds {max(kv_tokens, 0):,} positions beside the weights, a request may "
-                f"take {needed:,}; mend: more SimulatedCluster.devices_per_worker, or a lower "
+                f"take {needed:,}; fix: more SimulatedCluster.devices_per_worker, or a lower "
                 "Workload.limit_tokens"
             )
 
@@ -161,7 +161,7 @@ def lengths_of_run(folder: str | Path, step: int, scale: float) -> np.ndarray:
             groups.setdefault(row["example_id"], []).append(length)
     if not groups:
         raise ValueError(
-            f"expected samples of step {step} in {folder}, got none; mend: a run with "
+            f"expected samples of step {step} in {folder}, got none; fix: a run with "
             "Metrics.samples_per_step=-1, and a step that it has"
         )
     sizes = {len(lengths) for lengths in groups.values()}

@@ -137,7 +137,7 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             except (ValueError, RecursionError) as error:
                 if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
                     return
-                raise ValueError(f"{path}:{number}: not JSON ({error}); mend the line") from error
+                raise ValueError(f"{path}:{number}: not JSON ({error}); fix the line") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{path}:{number}: expected an object, got {line[:60]!r}")
             yield f"{path}:{number}", row

@@ -224,7 +224,7 @@ def make_engines(
     if size > 1 and needed > len(devices):
         raise ValueError(
             f"expected {needed} devices for Sched.workers={config.workers} of "
-            f"Sched.devices_per_worker={size}, got {len(devices)}; mend: fewer of either, or on a "
+            f"Sched.devices_per_worker={size}, got {len(devices)}; fix: fewer of either, or on a "
             f"CPU XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
         )
     engines = []

@@ -144,7 +144,7 @@ class LongestKnown(Order):
         if known is None:
             raise ValueError(
                 f"request {request.request_id}: expected its length to be known, got none; "
-                "mend: submit it with expected_tokens, or choose the order seer"
+                "fix: submit it with expected_tokens, or choose the order seer"
             )
         heapq.heappush(self._heap, (-known, request.request_id, request))
 
@@ -317,7 +317,7 @@ class Divided:
         if workers and not self._ledger.num_running:
             raise ValueError(
                 f"request {request.request_id} needs {needed_tokens} positions for its next chunk, "
-                f"the largest worker holds {max(w.kv_tokens for w in workers)}; mend: give "
+                f"the largest worker holds {max(w.kv_tokens for w in workers)}; fix: give "
                 "workers more memory, or lower the chunk or the limit of tokens"
             )
 

@@ -95,7 +95,7 @@ def allocate(
     if num_workers < N:
         raise ValueError(
             f"expected at least 1 of the workers for each of {N} ranking groups, got "
-            f"{num_workers} workers; mend: fewer ranking groups"
+            f"{num_workers} workers; fix: fewer ranking groups"
         )
     max_workers = num_workers - (N - 1)
     t0 = max(tau(lengths[0], sizes[0]), train_s)

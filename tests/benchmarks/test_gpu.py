@@ -144,7 +144,7 @@ def test_all_parts_end_within_nine_minutes_and_whole_runs_within_four_more():
 def test_the_real_size_is_refused_without_a_gpu(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     assert gpu.refusal("tiny") is None
-    assert "got cpu; mend: " in gpu.refusal("real")
+    assert "got cpu; fix: " in gpu.refusal("real")
 
 
 @pytest.mark.soak

@@ -1,4 +1,4 @@
-"""Token ids are those of tokenizer.json; character tokenizers round-trip; errors give a mend."""
+"""Token ids match tokenizer.json; character tokenizers round-trip; errors say how to fix inputs."""
 
 import dataclasses
 import datetime

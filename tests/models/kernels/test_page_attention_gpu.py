@@ -82,7 +82,7 @@ def test_it_lowers_for_an_h100(T, width):
     ],
 )
 def test_what_it_does_not_take_is_said_in_a_sentence(sizes, says):
-    assert says in takes(*sizes) and "mend: " in takes(*sizes)
+    assert says in takes(*sizes) and "fix: " in takes(*sizes)
     width, T, dtype = sizes
     q, (k, v) = jnp.zeros((1, 1, 1, width), dtype), jnp.zeros((2, 2, 1, T, width), dtype)
     with pytest.raises(ValueError, match=says):

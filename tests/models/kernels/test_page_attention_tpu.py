@@ -182,7 +182,7 @@ def test_the_compiler_is_told_what_a_call_reads():
     ],
 )
 def test_what_it_does_not_take_is_said_in_a_sentence(sizes, says):
-    assert says in takes(*sizes) and "mend: " in takes(*sizes)
+    assert says in takes(*sizes) and "fix: " in takes(*sizes)
     width, T, dtype = sizes
     with pytest.raises(ValueError, match=says):
         lowered(DEVICES["v5e"], T=T, dtype=dtype, width=width)

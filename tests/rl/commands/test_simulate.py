@@ -62,9 +62,9 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
             "Simulate.policies=('seer', 'sear')",
             "'oracle' or PATH.py:name, got tuple.*Did you mean seer",
         ),
-        ("SimulatedCluster.kv_tokens=100", "a worker holds 100 positions.*mend: more"),
+        ("SimulatedCluster.kv_tokens=100", "a worker holds 100 positions.*fix: more"),
         ("SimulatedCluster.workers=0", "at least one worker"),
-        ("Simulate.trace='nowhere'", "expected samples of step 1 in nowhere, got none; mend"),
+        ("Simulate.trace='nowhere'", "expected samples of step 1 in nowhere, got none; fix"),
     ],
 )
 def test_impossible_simulations_are_refused(override, message, tmp_path, capsys, monkeypatch):

@@ -73,12 +73,12 @@ def test_devices_of_the_cpu_are_those_that_jax_has():
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "mend"),
+    ("name", "module", "fix"),
     [("v5p:2x2x1", "libtpu", r"\[tpu\]"), ("h100:1x1x1", "jax_plugins", r"\[cuda\]")],
 )
-def test_a_missing_compiler_is_told_in_one_sentence(name, module, mend):
+def test_a_missing_compiler_is_told_in_one_sentence(name, module, fix):
     if importlib.util.find_spec(module) is not None:
         pytest.skip(f"{module} is installed")
-    with pytest.raises(ValueError, match=f"--target={name}: expected the compiler .*{mend}") as e:
+    with pytest.raises(ValueError, match=f"--target={name}: expected the compiler .*{fix}") as e:
         devices_of(parse_target(name))
     assert "\n" not in str(e.value)

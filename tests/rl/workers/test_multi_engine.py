@@ -242,7 +242,7 @@ def test_wrong_settings_are_refused(settings, message):
 
 def test_more_devices_than_there_are_is_refused():
     config = SchedConfig(workers=5, devices_per_worker=2)
-    with pytest.raises(ValueError, match="expected 10 devices for .* got 8; mend: fewer"):
+    with pytest.raises(ValueError, match="expected 10 devices for .* got 8; fix: fewer"):
         make_engines(MODEL, CONFIG, config, dtype=np.float32)
 
 

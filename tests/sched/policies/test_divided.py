@@ -159,7 +159,7 @@ def test_requests_of_a_lost_worker_run_again_from_their_last_chunk():
 
 
 def test_a_chunk_that_fits_no_worker_is_an_error():
-    with pytest.raises(ValueError, match="needs 12 positions.* holds 11; mend"):
+    with pytest.raises(ValueError, match="needs 12 positions.* holds 11; fix"):
         begun(Fifo(), [(0, 11, 9)], requests(0))
 
 
