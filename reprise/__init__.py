@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from reprise.rl.learner.objectives import LossSettings as LossSettings
     from reprise.rl.metrics.writer import read_metrics as read_metrics
     from reprise.rl.python.api import Policy as Policy
+    from reprise.rl.python.episode import Episode as Episode
     from reprise.rl.python.generate import generate as generate
     from reprise.rl.records.trajectory import Request as Request
     from reprise.rl.settings.config import TrainConfig as TrainConfig
@@ -28,6 +29,7 @@ IMPORT_ROOT = str(Path(__file__).resolve().parents[1])  # on the import path of 
 _MODULES = {
     "Adam": "reprise.rl.learner.objectives",
     "Datum": "reprise.rl.learner.data",
+    "Episode": "reprise.rl.python.episode",
     "LossSettings": "reprise.rl.learner.objectives",
     "Policy": "reprise.rl.python.api",
     "Request": "reprise.rl.records.trajectory",

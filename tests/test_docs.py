@@ -111,8 +111,9 @@ def test_the_page_of_a_real_model_works_as_it_stands(tmp_path, printed):
 
 
 @pytest.mark.slow
-def test_the_page_of_the_python_api_works_as_it_stands(tmp_path, printed):
-    text = "\n".join(blocks(page("python_api.md"), "python"))
+def test_the_pages_of_the_python_api_work_as_they_stand(tmp_path, printed):
+    pages = [page("python_api.md"), page("turns_and_tools.md")]
+    text = "\n".join(block for one in pages for block in blocks(one, "python"))
     shown = printed(ROOT, exec, text.replace("runs/own", str(tmp_path)), {})
     assert [line.split(":")[0] for line in shown.splitlines()] == ["step 0", "step 1", "step 2"]
     assert hf.load_pretrained(tmp_path / "policy")[0].architecture == "qwen3"
