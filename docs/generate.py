@@ -6,7 +6,8 @@
     docs/results.md         from benchmarks/results/*.json, docs/results.toml and docs/older.json;
                             rows that are older than their code, or that no program measures any
                             more, are written to docs/history_of_results.md
-    README.md               its table of results, from the rows with `readme = true` that hold
+    docs/will_it_help.md    its table of situations, from docs/results.toml, if they hold
+    README.md               its table, from the situations with `readme = true` that hold
 
 `--check` writes nothing and exits with 1 when a committed page is stale. `--pictures RUN` draws
 docs/images/training.png from the metrics of a run folder.
@@ -173,6 +174,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "resuming.md": resuming,
     "results.md": results_page.results,
     results_page.HISTORY: results_page.history,
+    results_page.WILL_IT_HELP: results_page.will_it_help,
     "../README.md": results_page.readme,
 }
 

@@ -1,7 +1,8 @@
-"""The pages of results and README's table, from docs/results.toml and benchmarks/results/*.json.
+"""The pages of results and the tables of situations, from docs/results.toml and results/*.json.
 
 A row stands on the results page if a command can measure it again and the code that it measures
-has not changed since (docs/older.json). All others stand on the page of their history.
+has not changed since (docs/older.json). All others stand on the page of their history. A situation
+is one figure of such a file in the words of a user; README has some, docs/will_it_help.md has all.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
 HISTORY = "history_of_results.md"
+WILL_IT_HELP = "will_it_help.md"
 BEGIN, END = "<!-- results: python -m docs.generate -->\n", "<!-- end of results -->\n"
 NONE_HOLDS = "No row of this section holds for this commit: [rows of earlier ones]({}).\n"
 
@@ -115,16 +117,31 @@ def files_of(row: Row, columns: Sequence[Sequence[str]] = ()) -> list[str]:
 
 
 def readme() -> str:
-    """Return README.md with the rows that hold among those that are marked for it."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
+    """Return README.md with the situations that are marked for it and hold for this commit."""
+    return with_situations(ROOT / "README.md", [one for one in current() if one.get("readme")])
+
+
+def will_it_help() -> str:
+    """Return docs/will_it_help.md with every situation that holds for this commit."""
+    return with_situations(DOCS / WILL_IT_HELP, current())
+
+
+def current() -> list[Row]:
+    """Return the situations with a figure of this commit."""
+    return [one for one in table()["situation"] if not why(one)]
+
+
+def with_situations(page: Path, situations: Sequence[Row]) -> str:
+    """Return the text of a page with a table of situations between its marks."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    marked = [row for row, _ in rows() if row.get("readme") and not why(row)]
-    lines = ["| what | figure | goal | |", "|---|---|---|---|"]
-    for row in marked:
-        what, _, figure, goal, mark, _ = cells(row)
-        lines.append(f"| {what} | {figure} | {goal} | {mark} |")
-    body = "\n".join(lines) + "\n" if marked else NONE_HOLDS.format(f"docs/{HISTORY}")
+    lines = ["| your run | way | measured |", "|---|---|---|"]
+    for one in situations:
+        data = json.loads((RESULTS / one["file"]).read_text(encoding="utf-8"))
+        figure = signed(one["show"].format(value_at(data, one["value"])))
+        lines.append(f"| {one['run']} | {one['way']} | {figure} |")
+    folder = "docs/" if page.parent == ROOT else ""
+    body = "\n".join(lines) + "\n" if situations else NONE_HOLDS.format(folder + HISTORY)
     return before + BEGIN + body + END + after
 
 

@@ -162,15 +162,30 @@ def test_every_row_names_its_command_and_the_code_that_it_measures():
         assert all(f'"{word}"' in source.read_text(encoding="utf-8") for word in part), measure
 
 
-def test_rows_of_changed_code_leave_the_results_and_the_readme(monkeypatch):
-    chosen = next(row for row, _ in results_page.rows() if row.get("readme"))
+def test_rows_of_changed_code_leave_the_results(monkeypatch):
+    chosen = next(row for row, _ in results_page.rows() if "removed_after" not in row)
     path = older.paths_of(results_page.table(), chosen["file"], chosen)[0]
     line = f"| {chosen['what']} |"
-    pages = results_page.results, results_page.readme, results_page.history
-    for changed, shown in (({}, [True, True, False]), ({chosen["file"]: [path]}, [0, 0, 1])):
+    pages = results_page.results, results_page.history
+    for changed, shown in (({}, [True, False]), ({chosen["file"]: [path]}, [False, True])):
         monkeypatch.setattr(results_page, "older_by_file", lambda changed=changed: changed)
         assert [line in make() for make in pages] == shown
     assert f"older than `{path}` |" in results_page.history()
+
+
+def test_situations_of_changed_code_leave_the_readme(monkeypatch):
+    situations = results_page.table()["situation"]
+    marked = [one for one in situations if one.get("readme")]
+    assert 3 <= len(marked) <= 6
+    chosen = marked[0]
+    path = older.paths_of(results_page.table(), chosen["file"])[0]
+    for changed, shown in (({}, len(marked)), ({one["file"]: [path] for one in marked}, 0)):
+        monkeypatch.setattr(results_page, "older_by_file", lambda changed=changed: changed)
+        text = results_page.readme()
+        table = text.partition(results_page.BEGIN)[2].partition(results_page.END)[0]
+        assert len(re.findall(r"^\| (?!your run|--)", table, re.MULTILINE)) - (shown > 0) == shown
+    rows = {row["file"] for row, _ in results_page.rows()}
+    assert {one["file"] for one in situations} <= rows, "a situation needs a row of its file"
 
 
 def test_code_has_changed_unless_only_comments_have(tmp_path, monkeypatch):
@@ -230,8 +245,6 @@ def test_met_and_missed_are_computed():
 def test_the_readme_and_the_architecture_are_short():
     assert len(README.splitlines()) <= 110
     assert len(page("architecture.md").splitlines()) <= 400
-    marked = [row for row, _ in results_page.rows() if row.get("readme")]
-    assert 5 <= len(marked) <= 10
 
 
 # --- names ----------------------------------------------------------------------------
