@@ -51,6 +51,9 @@ class PeerFailed(RuntimeError):
     """Another process of the run failed in its part of a step, so this process exits too."""
 
 
+Scored = tuple[Trajectory, Score, str]  # a response with its score, and its text
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Responses:
     """Scored responses in the order of (group, sample), with their texts."""
@@ -59,6 +62,36 @@ class Responses:
     scores: list[Score]
     texts: list[str]
     stats: EngineStats
+
+    def __add__(self, more: Responses) -> Responses:
+        """Return these responses, then `more` with later groups."""
+        return Responses(
+            self.trajectories + more.trajectories,
+            self.scores + more.scores,
+            self.texts + more.texts,
+            joined([self.stats, more.stats]),
+        )
+
+    @property
+    def rows(self) -> list[Scored]:
+        return list(zip(self.trajectories, self.scores, self.texts, strict=True))
+
+    @property
+    def informative(self) -> set[int]:
+        """Return the groups with rewards that are not all equal, ignoring failed rewards."""
+        rewards = scored_rewards(self.trajectories, self.scores)
+        return informative_groups(rewards, [t.group_id for t in self.trajectories])
+
+
+def in_order(rows: Iterable[Scored], stats: EngineStats) -> Responses:
+    """Return scored responses in the order of (group, sample)."""
+    ordered = sorted(rows, key=lambda row: (row[0].group_id, row[0].sample_index))
+    return Responses(
+        [t for t, _, _ in ordered],
+        [score for _, score, _ in ordered],
+        [text for _, _, text in ordered],
+        stats,
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -171,29 +204,19 @@ class Partition:
 
     def _scored(self, own: Responses) -> Responses:
         """Return the responses that this process has scored."""
-        keep = [i for i, t in enumerate(own.trajectories) if self.scores(t.group_id)]
-        return Responses(
-            [own.trajectories[i] for i in keep],
-            [own.scores[i] for i in keep],
-            [own.texts[i] for i in keep],
-            own.stats,
-        )
+        return in_order((row for row in own.rows if self.scores(row[0].group_id)), own.stats)
 
     def _merged(self, own: Responses, parts: Sequence[Responses]) -> Responses:
-        rows = [
-            row
-            for part in parts
-            for row in zip(part.trajectories, part.scores, part.texts, strict=True)
+        rows = [row for part in parts for row in part.rows]
+        if self.splits:
+            return in_order(rows, joined([part.stats for part in parts]))
+        # each process compares the responses of its engine
+        mine = {t.request_id: t for t in own.trajectories}
+        own_rows = [
+            (dataclasses.replace(mine[t.request_id], reward=t.reward), score, text)
+            for t, score, text in rows
         ]
-        rows.sort(key=lambda row: (row[0].group_id, row[0].sample_index))
-        trajectories = [t for t, _, _ in rows]
-        stats = joined([part.stats for part in parts]) if self.splits else own.stats
-        if not self.splits:  # each process compares the responses of its engine
-            mine = {t.request_id: t for t in own.trajectories}
-            trajectories = [
-                dataclasses.replace(mine[t.request_id], reward=t.reward) for t in trajectories
-            ]
-        return Responses(trajectories, [s for _, s, _ in rows], [x for _, _, x in rows], stats)
+        return in_order(own_rows, own.stats)
 
     def _compare(
         self,

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reprise.models.folder import Folder
 from reprise.models.transformer import Params
@@ -37,9 +37,6 @@ from reprise.rl.steps.rollouts import StepRollouts
 from reprise.rl.steps.step import StepRecord, speed_metrics, train_step
 from reprise.rl.warm_up.step_seconds import SecondsRecord, after_step, go_on
 from reprise.rl.workers.ahead_engine import AheadEngine
-
-if TYPE_CHECKING:
-    from reprise.rl.steps.pipeline import PipelineRollouts
 
 MAX_SKIPPED_STEPS = 5  # in a row with Trainer.on_nonfinite = "skip"; the run would not recover
 
@@ -102,7 +99,7 @@ class _Run:
     metrics: MetricsWriter | RowsOnly
     workers: WorkerLog
     evaluation: RunEvaluation
-    rollouts: StepRollouts | PipelineRollouts
+    rollouts: StepRollouts
     seconds: SecondsRecord
     checkpointer: RunCheckpointer
     state: TrainState
@@ -216,7 +213,7 @@ def _opened(
 @contextlib.contextmanager
 def open_rollouts(
     system: System, first_step: int, stale_params: Params | None, state: Mapping[str, Any]
-) -> Iterator[StepRollouts | PipelineRollouts]:
+) -> Iterator[StepRollouts]:
     """Yield the rollout source for the mode of a run, from `first_step` on.
 
     A resumed run has the weights before the last update in `stale_params`, and the saved `state`.
@@ -230,9 +227,11 @@ def open_rollouts(
             pipeline.load_state(state)
             yield pipeline
     elif isinstance(engine, AheadEngine):
+        from reprise.rl.steps.ahead import AheadRollouts
+
         num_groups = system.partition.max_groups(config.rollout.prompts_per_step)
         with engine.open(num_groups * config.rollout.group_size, config.longest_tokens):
-            yield StepRollouts(engine)
+            yield AheadRollouts(engine)
     else:  # also a process without workers
         yield StepRollouts()
 

@@ -14,7 +14,6 @@ step once it is collected (`rl.exchange`).
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -22,36 +21,31 @@ from typing import Any
 
 from reprise.models.transformer import Params
 from reprise.rl.assembly.system import HostWeights, System
-from reprise.rl.engine.rollout_spec import RolloutSpec
 from reprise.rl.engine.stats import EngineStats
-from reprise.rl.exchange.responses import Responses
+from reprise.rl.exchange.responses import Responses, Scored, in_order
 from reprise.rl.learner.optimizer import TrainState
 from reprise.rl.metrics.writer import Timings
 from reprise.rl.records.trajectory import Request
 from reprise.rl.runtime.signals import Stopped
-from reprise.rl.steps.result_collector import (
-    ResultCollector,
-    Scored,
-    StepPrompts,
-    StepResponses,
-    held_state,
-    load_held,
-)
+from reprise.rl.steps.held_groups import held_state, load_held, whole_groups
+from reprise.rl.steps.pacing import Pacing
+from reprise.rl.steps.result_collector import ResultCollector
 from reprise.rl.steps.rollouts import (
     Prompts,
     Rollouts,
-    left_out,
+    StepRollouts,
+    drafter_factory,
+    finish_step,
+    groups_to_sample,
     prepare,
     prompts_at,
-    remember,
     requests_of,
     spec_of,
 )
 from reprise.rl.workers.multi_engine import MultiEngine
-from reprise.sched.policies.histopipe import HistoPipe, HistoPipeConfig, Pace, Tau, tau_of
+from reprise.sched.policies.histopipe import HistoPipe, HistoPipeConfig
 from reprise.sched.policies.steps import StepOrder
 from reprise.sched.protocol import Scheduler
-from reprise.sched.simulator.roofline import Costs
 from reprise.spec.reuse.prefix_rule import PrefixRule
 from reprise.spec.reuse.rollout_cache import RolloutCache
 from reprise.spec.sampling import NOISE_NAMES, step_key
@@ -68,8 +62,11 @@ class _Policy:
     rule: PrefixRule | None
 
 
-class PipelineRollouts:
-    """A context manager that is called once per step, like `rl.steps.rollouts.StepRollouts`."""
+class PipelineRollouts(StepRollouts):
+    """A source of step responses that submits the next step before it collects a step.
+
+    It is a context manager, as its workers run between the steps too.
+    """
 
     def __init__(self, system: System, first_step: int, stale_params: Params | None) -> None:
         engine = system.engine
@@ -78,9 +75,9 @@ class PipelineRollouts:
         self._system = system
         self._engine = engine
         self._first = first_step
-        self._next = first_step
-        self._cursor = 0  # step to collect; end of all submitted prompts
-        self._extra = config.algorithm.resolved.max_extra_phases
+        self._next = first_step  # step to collect
+        self._cursor = 0  # end of all submitted prompts
+        self._extra = config.algorithm.resolved.max_extra_phases or 0
         self._policies: dict[int, _Policy] = {}
         if stale_params is not None:
             weights = system.host_weights(stale_params)
@@ -103,7 +100,7 @@ class PipelineRollouts:
             deliver=self._collector.enter,
         )
         self._key = engine.do(partial(step_key, config.run.seed, ALL_STEPS))
-        self._prompts: dict[int, StepPrompts] = {}
+        self._prompts: dict[int, Prompts] = {}
         self._open: dict[int, dict[int, Request]] = {}  # requests of all processes, by step and id
         self._num_moved = 0  # number of moved requests at the last metrics row
         self._submitted: set[int] = set()  # steps submitted to the workers of this process
@@ -140,29 +137,19 @@ class PipelineRollouts:
             self._session.trained(step - 1 - self._first, train_s)
         if step < system.config.run.steps:
             self._submit_first(step + 1, self._cursor)
-        own = self._prompts[step]
-        size = system.config.rollout.prompts_per_step
-        held = [row for rows in self._held.values() for row in rows]
-        collected = StepResponses(own, system.config.rollout.group_size, held)
-        stats = collected.add(self._collect(step, timings))
-        while own.phases <= (self._extra or 0) and (num_groups := collected.num_to_ask(size)):
-            self._submit_further(step, num_groups)
-            stats = collected.add(self._collect(step, timings))
+        responses = self._collect(step, timings)
+        while self._prompts[step].num_passes <= self._extra and (
+            missing := self._num_missing(step, responses)
+        ):
+            self._submit_further(step, missing)
+            responses += self._collect(step, timings)
         for listener in system.listeners:
             listener.after_rollout(self._engine, self._policies[step].weights.whole, timings)
         if system.drafter is not None and system.drafter.waits_for_training:
             with timings.section("drafter"):
                 # the update, which comes next, could not wait this long
                 system.processes.barrier(f"drafter of step {step}", system.watch.heartbeat)
-        after = self._prompts.get(step + 1)
-        dynamic = self._extra is not None
-        rollouts = collected.rollouts(
-            self._prompts.get(step - 1),
-            stats,
-            self._cursor if after is None else after.begins,
-            dynamic=dynamic,
-        )
-        self._keep(collected, rollouts, step)
+        rollouts = self._finish(step, responses)
         self._next = step + 1
         self._returned_s = time.monotonic()
         return rollouts
@@ -175,55 +162,48 @@ class PipelineRollouts:
 
     def _first_group(self, step: int) -> int:
         """Return the first group of a step; group, request and noise numbers span all steps."""
-        return (step - 1) * self._system.config.rollout.prompts_per_step * (1 + (self._extra or 0))
+        return (step - 1) * self._system.config.rollout.prompts_per_step * (1 + self._extra)
 
     def _submit_first(self, step: int, cursor: int) -> None:
         """Submit the first pass of a step, from `cursor` of the data order on."""
         system = self._system
         prompts = prompts_at(system, cursor, system.config.rollout.prompts_per_step)
-        passed_over = prompts.end - cursor - len(prompts)
-        own = StepPrompts(cursor, self._first_group(step), prompts, passed_over=passed_over)
-        self._prompts[step] = own
+        self._prompts[step] = prompts
         self._cursor = max(self._cursor, prompts.end)
         if self._pacing is not None:
             self._pacing.plans(prompts)
         requests = self._requests(step, prompts, ())
-        self._submit(step, step, prompts, own.first_group, requests)
+        self._submit(step, step, prompts, self._first_group(step), requests)
         if step == self._first and self._held:
             before = self._prompts[step - 1]
-            deferred = self._deferred()
-            self._submit(step, step, before.prompts, before.first_group, deferred)
+            self._submit(step, step, before, self._first_group(step - 1), self._deferred())
 
     def _submit_further(self, step: int, num_groups: int) -> None:
         """Submit new prompts of a step as a part of the next step, after its earlier passes."""
-        own = self._prompts[step]
-        start = self._cursor
-        new = prompts_at(self._system, start, num_groups)
-        before = own.prompts
+        before = self._prompts[step]
+        new = prompts_at(self._system, self._cursor, num_groups)
+        self._prompts[step] = before + new
         self._cursor = new.end
         requests = self._requests(step, new, before.keys)
-        own.add(start, new)
-        self._submit(step, step + 1, new, own.first_group + len(before), requests)
+        self._submit(step, step + 1, new, self._first_group(step) + len(before), requests)
 
     def _requests(self, step: int, new: Prompts, before: Sequence[str]) -> list[Request]:
         """Return the requests of a step for `new`; `before` has the keys of its earlier passes."""
         system = self._system
-        config = self._system.config
-        size = config.rollout.group_size
+        size = system.config.rollout.group_size
         first = self._first_group(step)
-        first_group = first + len(before)
 
         def numbered(r: Request) -> Request:
-            request_id = r.request_id + first * size
+            group = first + r.group_id
+            request_id = first * size + r.request_id
             if system.reuse.mode.couples_noise:
                 # repeating noise is named by the example, so two requests may share a name
-                number = (r.group_id + first_group) * size + r.sample_index
+                number = group * size + r.sample_index
                 request_id = number % MAX_NUMBERS * NOISE_NAMES + r.request_id % NOISE_NAMES
-            return dataclasses.replace(r, request_id=request_id, group_id=r.group_id + first_group)
+            return dataclasses.replace(r, request_id=request_id, group_id=group)
 
-        requests = requests_of(system, new, step, before)
-        self._scorer.examples.update(enumerate(new.examples, first_group))
-        return [numbered(r) for r in requests]
+        self._scorer.examples.update(enumerate(new.examples, first + len(before)))
+        return [numbered(r) for r in requests_of(system, new, step, before)]
 
     def _submit(
         self, step: int, place: int, prompts: Prompts, first: int, requests: Sequence[Request]
@@ -232,42 +212,27 @@ class PipelineRollouts:
 
         A process submits only its share, for a new place even if the share is empty.
         """
-        self._engine.engines[0].check(requests, self._system.config.sampling)
+        system = self._system
+        self._engine.engines[0].check(requests, system.config.sampling)
         self._open.setdefault(step, {}).update({r.request_id: r for r in requests})
-        own = [r for r in requests if self._system.partition.answers(r.group_id)]
+        own = [r for r in requests if system.partition.answers(r.group_id)]
         self._collector.expect(step, own)
         past = {first + g: self._lengths.get(key, ()) for g, key in enumerate(prompts.keys)}
-        number = place - self._first
+        spec = None
         if place not in self._submitted:
             self._submitted.add(place)
-            self._session.submit(number, self._spec(place, prompts, first, own), own, past)
-        elif own:
-            self._session.submit(number, None, own, past)
-
-    def _spec(
-        self, step: int, prompts: Prompts, first: int, requests: Sequence[Request]
-    ) -> RolloutSpec:
-        system = self._system
-        config = self._system.config
-        policy = self._policies[step]
-        last = {r.request_id: r.cached.tokens for r in requests if r.cached is not None}
-        drafts = system.speculation.drafter_factory(
-            prompts.keys,
-            prompts.tokens,
-            last,
-            first_group=first,
-            group_size=config.rollout.group_size,
-            answers=lambda place: system.partition.answers(first + place),
-        )
-        return spec_of(
-            system,
-            policy.weights.whole,
-            self._key,
-            step,
-            drafts,
-            policy.rule,
-            version=max(step - 2, 0),
-        )
+            policy = self._policies[place]
+            spec = spec_of(
+                system,
+                policy.weights.whole,
+                self._key,
+                place,
+                drafter_factory(system, prompts, own, first),
+                policy.rule,
+                version=max(place - 2, 0),
+            )
+        if spec is not None or own:
+            self._session.submit(place - self._first, spec, own, past)
 
     def _deferred(self) -> list[Request]:
         """Return the requests that HistoPipe deferred into this step before the run stopped."""
@@ -276,19 +241,23 @@ class PipelineRollouts:
         ended = {(t.group_id, t.sample_index) for t, _, _ in rows}
         return [
             r
-            for r in self._requests(before, self._prompts[before].prompts, ())
+            for r in self._requests(before, self._prompts[before], ())
             if r.group_id in self._held and (r.group_id, r.sample_index) not in ended
         ]
 
     # -- collection --------------------------------------------------------------
 
     def _collect(self, step: int, timings: Timings) -> Responses:
-        """Wait for the submitted responses of a step and their scores, from all processes."""
-        system = self._system
-        own = self._prompts[step]
-        requests = self._open.pop(step)
+        """Wait for the last submitted pass of a step and its scores, from all processes.
 
+        Returns the responses of whole groups, and holds the other groups.
+        """
+        system = self._system
+        prompts = self._prompts[step]
+        is_first_pass = prompts.num_passes == 1
+        requests = self._open.pop(step)
         number = step - self._first
+        first = self._first_group(step)
 
         def num_tokens() -> int:
             self._session.look_for_hang()
@@ -297,62 +266,81 @@ class PipelineRollouts:
         def answer() -> Responses:
             with timings.section("wait"):
                 done = self._collector.take(step, num_tokens)
-            stats = self._session.stats(number)
+            # the session counts further passes as a part of the next step
+            stats = self._session.stats(number) if is_first_pass else EngineStats()
             stats.events = self._session.new_events()
             stats.pool = self._session.new_pool_counts()
             with timings.section("reward"):
                 return self._scorer.responses(done, stats)
 
-        where = f"step {step}" if own.phases == 1 else f"step {step}, pass {own.phases}"
-        result = system.partition.exchange(
-            where,
+        name = f"step {step}" if is_first_pass else f"step {step}, pass {prompts.num_passes}"
+        groups = {r.group_id for r in requests.values() if r.group_id >= first}
+        # workers may move requests of the first pass into the next step, which then answers them
+        may_go_on = [i for i, r in requests.items() if is_first_pass and r.group_id in groups]
+        responses = system.partition.exchange(
+            name,
             list(requests.values()),
             answer,
             system.is_stop_requested,
-            # workers may move requests of this step into the next step, which then answers them
-            may_go_on=()
-            if own.phases > 1
-            else [r.request_id for r in requests.values() if r.group_id >= own.first_group],
+            may_go_on=may_go_on,
         )
-        for t in result.trajectories:
+        for t in responses.trajectories:
             del requests[t.request_id]
         self._open.setdefault(step + 1, {}).update(requests)
-        return result
+        size = system.config.rollout.group_size
+        whole, self._held = whole_groups(responses, self._held, sorted(groups), size)
+        return whole
 
-    # -- state for later steps ---------------------------------------------------
+    def _num_missing(self, step: int, responses: Responses) -> int:
+        """Return the group count of another pass; groups that continue are not missing."""
+        wanted = self._system.config.rollout.prompts_per_step
+        num_held = len(self._held)
+        num_used = sum(group >= self._first_group(step) for group in responses.informative)
+        return groups_to_sample(wanted - num_held, len(self._prompts[step]) - num_held, num_used)
 
-    def _keep(self, collected: StepResponses, rollouts: Rollouts, step: int) -> None:
-        """Record the state that later steps need, and add to the metrics of the step."""
+    def _finish(self, step: int, responses: Responses) -> Rollouts:
+        """Return the step, with carried groups last, and record the state that later steps need."""
         system = self._system
-        own = collected.step_prompts
-        stats = rollouts.stats
-        responses = rollouts.trajectories
-        repetition = remember(system, rollouts.prompts.keys, responses, step, self._late)
-        rollouts.metrics.update(repetition)
-        self._held = collected.held()
-        lengths: dict[str, list[int]] = {}
-        for t in responses:
-            lengths.setdefault(rollouts.prompts.keys[t.group_id], []).append(t.num_tokens)
-        self._lengths.update({key: tuple(numbers) for key, numbers in lengths.items()})
-        if self._pacing is not None:
-            self._pacing.played(stats)
+        prompts = self._prompts[step]
+        after = self._prompts.get(step + 1)
+        first = self._first_group(step)
+        carried = sorted({t.group_id for t in responses.trajectories if t.group_id < first})
+        carried_prompts = None
+        if carried:
+            first_before = self._first_group(step - 1)
+            carried_prompts = self._prompts[step - 1].take([g - first_before for g in carried])
+        groups = [*range(first, first + len(prompts)), *carried]
+        rollouts = finish_step(
+            system,
+            prompts,
+            renumbered(responses, groups),
+            step,
+            cursor=self._cursor if after is None else after.start,
+            cache=self._late,
+            num_tokens=responses.stats.tokens,
+            rule=self._policies[step].rule,
+            carried=carried_prompts,
+        )
+        metrics = rollouts.metrics
+        metrics.update(prepare(system, self._cursor, step + 2, self._first_group(step + 2)))
+        num_carried = sum(t.group_id < first for t in responses.trajectories)
+        metrics["rollout/carried"] = float(num_carried)
         if isinstance(self._scheduler, HistoPipe):
             moved = self._scheduler.num_moved
-            rollouts.metrics["rollout/moved"] = float(moved - self._num_moved)
+            metrics["rollout/moved"] = float(moved - self._num_moved)
             self._num_moved = moved
-        rule = self._policies[step].rule
-        after = self._cursor if step + 2 <= system.config.run.steps else None
-        rollouts.metrics.update(system.reuse.metrics(stats, stats.tokens, step, rule))
-        first_group = self._first_group(step + 2)
-        rollouts.metrics.update(prepare(system, after, first_group))
-        rollouts.metrics.update(left_out(system, own.passed_over))
-        for listener in system.listeners:
-            rollouts.metrics.update(listener.metrics(stats))
+        if self._pacing is not None:
+            self._pacing.played(rollouts.stats)
+        lengths: dict[str, list[int]] = {}
+        for t in rollouts.trajectories:
+            lengths.setdefault(rollouts.prompts.keys[t.group_id], []).append(t.num_tokens)
+        self._lengths.update({key: tuple(numbers) for key, numbers in lengths.items()})
         for past in [s for s in self._prompts if s < step]:
             del self._prompts[past]
             self._policies.pop(past, None)
         self._submitted = {place for place in self._submitted if place >= step}
-        self._scorer.forget(before=own.first_group)
+        self._scorer.forget(before=first)
+        return rollouts
 
     def state(self) -> dict[str, Any]:
         """Return the state for a resumed run, which submits the steps ahead again."""
@@ -364,7 +352,7 @@ class PipelineRollouts:
             "cursor": self._cursor,
             "log_lenience": None if rule is None else rule.log_lenience,
             "late": self._late.state(),
-            "begins": None if before is None else before.begins,
+            "begins": None if before is None else before.start,
             "held": held_state(self._held),
         }
 
@@ -384,54 +372,21 @@ class PipelineRollouts:
             self._policies[self._first] = dataclasses.replace(now, rule=rule)
         if (begins := state["begins"]) is not None and state["held"]["groups"]:
             prompts = prompts_at(system, begins, system.config.rollout.prompts_per_step)
-            own = StepPrompts(begins, self._first_group(before), prompts)
+            first = self._first_group(before)
             tasks = [example.task for example in prompts.examples]
             sampling = system.config.sampling
-            self._held = load_held(
-                state["held"], lambda group: sampling.of(tasks[group - own.first_group])
-            )
-            self._prompts[before] = own
+            self._held = load_held(state["held"], lambda group: sampling.of(tasks[group - first]))
+            self._prompts[before] = prompts
 
 
-class Pacing:
-    """The τ of a ranking group from the round seconds of workers, at the pace of the last step.
-
-    The tokens that a round gains per request, and the nodes that it verifies for them, are taken
-    from the last step: HistoPipe's cooperation with HistoSpec (RhymeRL, figure 12).
-    """
-
-    def __init__(self, costs: Costs) -> None:
-        self._costs = costs
-        self._pace = Pace()
-        self._prompt_tokens = 0.0
-
-    def plans(self, prompts: Prompts) -> None:
-        """Record the prompts of the next step to plan."""
-        self._prompt_tokens = statistics.fmean(len(ids) for ids in prompts.tokens)
-
-    def played(self, stats: EngineStats) -> None:
-        """Record the rounds of a step."""
-        self._pace = pace_of(stats)
-
-    def tau(self) -> Tau:
-        """Return the current τ."""
-        costs = self._costs
-        return tau_of(costs.round_seconds, costs.kv_tokens, self._prompt_tokens, self._pace)
-
-
-def pace_of(stats: EngineStats) -> Pace:
-    """Return mean nodes and tokens per request in a round, or the plain pace without rounds."""
-    requests = 0
-    tokens = 0
-    slots = 0
-    nodes = 0
-    for record in stats.timeline:
-        rounds = int(record.rounds_A.max(initial=0))
-        slots = slots + rounds * record.num_slots
-        nodes = nodes + rounds * record.num_nodes
-        requests += int(record.rounds_A.sum())
-        tokens += int(record.emitted_A.sum())
-    return Pace(nodes / slots, tokens / requests) if requests and tokens else Pace()
+def renumbered(responses: Responses, groups: Sequence[int]) -> Responses:
+    """Return the responses with each group numbered by its place in `groups`, in that order."""
+    place = {group: i for i, group in enumerate(groups)}
+    rows = [
+        (dataclasses.replace(t, group_id=place[t.group_id]), score, text)
+        for t, score, text in responses.rows
+    ]
+    return in_order(rows, responses.stats)
 
 
 def step_scheduler(

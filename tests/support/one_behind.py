@@ -26,7 +26,7 @@ from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import open_inputs
 from reprise.rl.speculation.reuse import remember
 from reprise.rl.steps.position import RunPosition
-from reprise.rl.steps.rollouts import Prompts, Rollouts, groups_to_ask, prompts_at
+from reprise.rl.steps.rollouts import Prompts, Rollouts, groups_to_sample, prompts_at
 from reprise.rl.steps.step import train_step
 from reprise.spec.reuse.renewal import renewed_name
 from reprise.spec.sampling import step_key
@@ -61,7 +61,7 @@ class OneBehind:
         # further ones the last one too; the policy at hand answers them
         for phase in range(1, 1 + (extra or 0)):
             used = informative_groups([t.reward for t, *_ in done], [t.group_id for t, *_ in done])
-            if not (missing := groups_to_ask(size, len(prompts), len(used))):
+            if not (missing := groups_to_sample(size, len(prompts), len(used))):
                 break
             new = prompts_at(system, self.cursor, missing)
             self.cursor = new.end

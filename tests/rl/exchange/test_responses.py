@@ -18,6 +18,7 @@ from reprise.rl.exchange.responses import (
     Partition,
     PeerFailed,
     Responses,
+    in_order,
     read_part,
 )
 from reprise.rl.records.trajectory import FinishReason, Request, Trajectory
@@ -137,6 +138,27 @@ def test_counts_of_the_processes_add_up() -> None:
         by_process = [sorted(r.request_ids_A.tolist()) for r in stats.timeline]
         assert sorted(itertools.chain(*by_process)) == list(range(GROUPS * SIZE))
         assert vars(stats.timeline[0]).keys() == vars(counts([1]).timeline[0]).keys()
+
+
+def test_responses_of_two_passes_are_one() -> None:
+    wanted = requests()
+    first, second = ([r for r in wanted if (r.group_id > 2) == late] for late in (False, True))
+    alone = Partition(ALONE)
+    both = answered(first, alone) + answered(second, alone)
+    whole = answered(wanted, alone)
+    assert same(both, whole)
+    assert both.stats.tokens == whole.stats.tokens and both.stats.fetches == 2
+
+
+def test_a_failed_reward_makes_no_group_informative() -> None:
+    rewards = {(0, 0): 1.0, (0, 1): 0.0, (1, 0): 1.0, (1, 1): 1.0, (2, 0): 1.0, (2, 1): 0.0}
+    rows = []
+    for (group, sample), reward in rewards.items():
+        r = Request(2 * group + sample, (7,), group, sample)
+        t = dataclasses.replace(response(r), reward=reward)
+        failure = "f/raised: E" if (group, sample) == (2, 1) else None
+        rows.append((t, Score({"f": reward}, reward, failure), ""))
+    assert in_order(reversed(rows), EngineStats()).informative == {0}
 
 
 def test_every_group_is_answered_by_one_and_nobody_has_many_more() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from reprise.rl.engine.stats import EngineStats, RoundRecord
-from reprise.rl.steps.pipeline import Pacing, pace_of
+from reprise.rl.steps.pacing import Pacing, pace_of
 from reprise.rl.steps.rollouts import Prompts
 from reprise.sched.policies.histopipe import Pace
 from reprise.sched.simulator.measured_costs import MeasuredCosts
@@ -39,7 +39,7 @@ def test_the_pace_is_the_tokens_and_the_nodes_of_a_requests_round():
 def test_tau_follows_the_last_step():
     costs = MeasuredCosts({(2, 2, 8): 1.0, (4, 4, 8): 2.0, (4, 12, 8): 6.0}, {8: (1.0, 1.0)})
     pacing = Pacing(costs)
-    pacing.plans(Prompts((), ((1,) * 2, (1,) * 4), (), 0))
+    pacing.plans(Prompts(tokens=((1,) * 2, (1,) * 4)))
     assert pacing.tau()(10, 2) == pytest.approx(10 * 1.0)
     assert pacing.tau()(10, 8) == pytest.approx(10 * 2 * 2.0), "two turns of four"
     pacing.played(EngineStats(timeline=[fetch(12, [1, 1], [5, 5])]))

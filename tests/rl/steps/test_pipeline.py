@@ -7,23 +7,27 @@ import contextlib
 import functools
 import json
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from loop_runs import finish, stop_after
 from run_settings import DRAFTS, PIPELINE, SETTINGS, Deferring
+from trajectories import trajectory
 
 from reprise.models import hf
 from reprise.rl.checkpoint import reader
 from reprise.rl.data.prompts import DataOrder, prompts_for_step
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.engine.stats import EngineStats
 from reprise.rl.exchange import responses
 from reprise.rl.gin.loader import load
 from reprise.rl.learner import trainer
 from reprise.rl.learner.optimizer import TrainState
 from reprise.rl.metrics.writer import read_metrics
 from reprise.rl.records.trajectory import Request
+from reprise.rl.rewards.scores import Score
 from reprise.rl.runtime.signals import Stopped
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import open_inputs
@@ -284,6 +288,44 @@ def test_the_second_tier_changes_no_token(tiny, ahead, tokens, tmp_path, monkeyp
         done = finish(tiny, tmp_path, *FOUR, *settings)
     assert found == tokens and [sum(plan) for plan in plans][:1] == [3]
     assert [s["completion"] for s in samples(done)] == [s["completion"] for s in samples(ahead)]
+
+
+def answered(*rewards):
+    """Responses with these rewards, by (group, sample)."""
+    rows = [
+        (trajectory(2 * g + i, [1], [5], group=g, sample=i, reward=r), Score({}, r), f"{g}.{i}")
+        for (g, i, r) in rewards
+    ]
+    return responses.in_order(rows, EngineStats())
+
+
+def test_carried_groups_come_last():
+    found = answered((4, 0, 1.0), (4, 1, 0.0), (10, 0, 1.0), (10, 1, 1.0), (11, 1, 0.0))
+    moved = pipeline.renumbered(found, [10, 11, 4])
+    assert moved.texts == ["10.0", "10.1", "11.1", "4.0", "4.1"]
+    assert [t.group_id for t in moved.trajectories] == [0, 0, 1, 2, 2]
+
+
+def test_groups_that_go_on_are_not_missing():
+    """Group 10 and 11 are of the step; 4 became whole in it."""
+
+    def missing(wanted, num_prompts, held, *rewards):
+        rollout = SimpleNamespace(prompts_per_step=wanted)
+        source = SimpleNamespace(
+            _system=SimpleNamespace(config=SimpleNamespace(rollout=rollout)),
+            _held=held,
+            _prompts={2: range(num_prompts)},
+            _first_group=lambda step: 10,
+        )
+        return pipeline.PipelineRollouts._num_missing(source, 2, answered(*rewards))
+
+    alike = (10, 0, 1.0), (10, 1, 1.0), (11, 0, 1.0), (11, 1, 1.0)
+    assert missing(2, 2, {}, *alike, (4, 0, 1.0), (4, 1, 0.0)) == 2, "4 is none of the step's own"
+    assert missing(2, 2, {10: [], 11: []}, (4, 0, 1.0), (4, 1, 1.0)) == 0
+    one = (10, 0, 1.0), (10, 1, 0.0), (11, 0, 1.0), (11, 1, 1.0)
+    assert missing(1, 2, {}, *one) == 0
+    assert missing(2, 2, {}, *one) == 2, "one is missing, and half are of use"
+    assert missing(2, 3, {}, *one, (12, 0, 0.5), (12, 1, 0.0)) == 0
 
 
 # --- what cannot be ---------------------------------------------------------------------

@@ -10,12 +10,13 @@ from trajectories import trajectory
 
 from reprise.rl.data.prompts import DataOrder, UnreadableExample
 from reprise.rl.data.tasks import Example
-from reprise.rl.exchange.responses import Scorer, failures_text
+from reprise.rl.engine.stats import EngineStats
+from reprise.rl.exchange.responses import Scorer, failures_text, in_order
 from reprise.rl.rewards.config import RewardConfig
 from reprise.rl.rewards.pool import RewardPool
 from reprise.rl.rewards.scores import Score
 from reprise.rl.runtime.signals import Stopped, Watch
-from reprise.rl.steps.rollouts import groups_to_ask, prompts_at
+from reprise.rl.steps.rollouts import Prompts, finish_step, groups_to_sample, prompts_at
 
 
 def test_a_run_that_is_asked_to_stop_does_not_wait_for_scores():
@@ -75,7 +76,7 @@ def test_a_failure_that_quotes_a_response_is_one_line():
     [(16, 16, 0), (16, 17, 0), (16, 14, 3), (16, 8, 16), (16, 0, 16), (32, 15, 3), (64, 2, 16)],
 )
 def test_a_further_pass_asks_what_is_missing_at_the_share_so_far(generated, used, wanted):
-    assert groups_to_ask(16, generated, used) == wanted
+    assert groups_to_sample(16, generated, used) == wanted
 
 
 PROMPTS = ["12", "12345", "1", "123456", "123", "1234567", "1234"]
@@ -120,3 +121,72 @@ def test_an_example_that_cannot_be_read_is_named(error):
     system.inputs.task = Changed(system.inputs.task)
     with pytest.raises(UnreadableExample, match="a.jsonl:7: expected"):
         prompts_at(system, 0, 1)
+
+
+def test_prompts_of_several_passes_are_counted():
+    system = streaming()
+    first = prompts_at(system, 0, 2)
+    more = prompts_at(system, first.end + 1, 1)  # a pipeline has submitted the prompt in between
+    both = first + more
+    assert (both.start, both.end, both.num_passes, len(both)) == (0, more.end, 2, 3)
+    assert both.num_left_out == both.end - 1 - 3, "too long"
+    assert both.take([2, 0]).numbers == (more.numbers[0], first.numbers[0])
+
+
+def asked(*names):
+    examples = tuple(Example(name, "1", None, {}, "t") for name in names)
+    return Prompts(examples, ((1,),) * len(names), tuple(range(len(names))), num_left_out=3)
+
+
+@pytest.mark.parametrize("extra", [None, 2])
+@pytest.mark.parametrize("carried", [None, asked("before")])
+def test_a_step_is_learnt_from_as_a_whole(extra, carried):
+    """The groups of the step, then those that it carries; dynamic sampling drops equal rewards."""
+    remembered = []
+
+    class Reuse:
+        mode = SimpleNamespace(repeats=True)
+
+        def metrics(self, stats, num_tokens, step, rule):
+            return {"of reuse": (num_tokens, step, rule)}
+
+        def remember(self, keys, trajectories, step, cache):
+            remembered.append((keys, len(trajectories), step, cache))
+            return {"remembered": 1.0}
+
+    algorithm = SimpleNamespace(resolved=SimpleNamespace(max_extra_phases=extra))
+    system = SimpleNamespace(
+        config=SimpleNamespace(algorithm=algorithm),
+        reuse=Reuse(),
+        speculation=SimpleNamespace(keeps_history=False),
+        inputs=SimpleNamespace(left_out=None),
+        listeners=[SimpleNamespace(metrics=lambda stats: {"of a feature": 2.0})],
+    )
+    rewards = {(0, 0): 1.0, (0, 1): 1.0, (1, 0): 0.5, (1, 1): 0.5}
+    if carried is not None:
+        rewards |= {(2, 0): 0.0, (2, 1): 1.0}
+    rows = [
+        (trajectory(2 * g + i, [1], [5], group=g, sample=i, reward=r), Score({}, r), f"{g}.{i}")
+        for (g, i), r in rewards.items()
+    ]
+    prompts = asked("0") + asked("1")
+    found = in_order(reversed(rows), EngineStats())
+    rollouts = finish_step(
+        system, prompts, found, 4, cursor=7, cache="cache", num_tokens=9, carried=carried
+    )
+    assert rollouts.completions == [f"{g}.{i}" for g, i in rewards] and rollouts.cursor == 7
+    keys = ["0", "1"] if carried is None else ["0", "1", "before"]
+    assert rollouts.prompts.keys == keys and remembered == [(keys, len(rows), 4, "cache")]
+    dynamic = {
+        "dynamic_sampling/phases": 2.0,
+        "dynamic_sampling/generated_groups": 2.0,
+        "dynamic_sampling/used_groups": float(carried is not None),
+    }
+    assert rollouts.metrics == {
+        "of reuse": (9, 4, None),
+        "remembered": 1.0,
+        "rollout/left_out_prompts": 6.0,
+        "of a feature": 2.0,
+        **({} if extra is None else dynamic),
+    }
+    assert rollouts.used.tolist() == [extra is None or g == 2 for g, _ in rewards]

@@ -15,8 +15,8 @@ from reprise.rl.engine.engine import Engine
 from reprise.rl.learner import trainer
 from reprise.rl.metrics.writer import read_metrics, step_rows
 from reprise.rl.records.trajectory import Request
-from reprise.rl.steps import rollouts as run_rollouts
-from reprise.rl.steps.rollouts import agreeing, prefetch_metrics
+from reprise.rl.steps import ahead as run_ahead
+from reprise.rl.steps.ahead import agreeing, prefetch_metrics
 from reprise.rl.workers.ahead_engine import AheadEngine, Prefetched
 from reprise.rl.workers.messages import WorkerError
 from tests.support.tiny_run import rewarded
@@ -171,13 +171,13 @@ def test_begun_tokens_make_fewer_rounds(tiny, tmp_path, monkeypatch):
 
 def test_what_dynamic_sampling_asks_itself_is_begun_again(tiny, tmp_path, monkeypatch):
     """The prompts that were begun as the next step's become those of a further pass."""
-    planned, plan = [], run_rollouts.coming_step
+    planned, plan = [], run_ahead.coming_step
 
     def noted(system, cursor, step):
         planned.append((step, cursor))
         return plan(system, cursor, step)
 
-    monkeypatch.setattr(run_rollouts, "coming_step", noted)
+    monkeypatch.setattr(run_ahead, "coming_step", noted)
     settings = (*SETTINGS, *DAPO, rewarded(tiny, "lucky"))
     done = finish(tiny, tmp_path, *settings, *AHEAD)
     asked = [row["dynamic_sampling/generated_groups"] for row in done.rows]
