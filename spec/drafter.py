@@ -38,6 +38,9 @@ class Source(enum.IntEnum):
     COPY = 8  # the same request on another worker, which is further along
 
 
+NUM_SOURCES = len(Source)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class LiveSlots:
     """The live requests; `tokens_BL[rows_A[a], :total_tokens_A[a]]` is prompt and response of a.
@@ -262,8 +265,9 @@ def round_acceptance(
 
     The last token of the round is never a draft token.
     """
-    accepted_AN = _accepted(*drafts[:2], taken_A, tokens_AN, emitted_A - 1)
-    return Acceptance(True, accepted_AN, np.arange(drafts.max_nodes) < taken_A[:, None])
+    tokens = drafts.tokens_AN
+    accepted_AN = _accepted(tokens, drafts.parents_AN, taken_A, tokens_AN, emitted_A - 1)
+    return Acceptance(True, accepted_AN, np.arange(tokens.shape[1]) < taken_A[:, None])
 
 
 def plain_acceptance(drafts: Drafts, tokens_AN: np.ndarray, emitted_A: np.ndarray) -> Acceptance:
@@ -279,24 +283,20 @@ def longest_paths(drafts: Drafts, observed_AN: np.ndarray) -> np.ndarray:
     return np.where(observed_AN, depth_AN, 0).max(axis=1, initial=0)
 
 
-def by_source(drafts: Drafts, marked_AN: np.ndarray) -> np.ndarray:
-    """Return the number of marked draft tokens from each `Source`; int64 [sources]."""
-    return _count(drafts.sources_AN, marked_AN, len(Source))
-
-
-def sums(drafts: Drafts, acceptance: Acceptance) -> tuple[np.ndarray, np.ndarray]:
-    """Return the (accepted, expected) numbers of observed draft tokens per request; float64 [A]."""
-    return _sums(drafts.prob_AN, acceptance.accepted_AN, acceptance.observed_AN)
-
-
 @numba.njit(cache=True, nogil=True)
-def _count(sources_AN, marked_AN, num_sources):  # type: ignore[no-untyped-def]
-    count = np.zeros(num_sources, np.int64)
+def by_source(sources_AN, marked_AN):  # type: ignore[no-untyped-def]
+    """Return the number of marked draft tokens from each `Source`; int64 [sources]."""
+    count = np.zeros(NUM_SOURCES, np.int64)
     for a in range(len(sources_AN)):
         for n in range(sources_AN.shape[1]):
             if marked_AN[a, n]:
                 count[sources_AN[a, n]] += 1
     return count
+
+
+def sums(drafts: Drafts, acceptance: Acceptance) -> tuple[np.ndarray, np.ndarray]:
+    """Return the (accepted, expected) numbers of observed draft tokens per request; float64 [A]."""
+    return _sums(drafts.prob_AN, acceptance.accepted_AN, acceptance.observed_AN)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -354,27 +354,28 @@ class RequestIndex:
         ids_A = live.request_ids_A
         if ids_A is not self._last_ids_A:
             if not np.array_equal(ids_A, self._last_ids_A):
-                ids = ids_A.tolist()
-                self._last_rows_A = np.fromiter(map(self._number, ids), np.int64, len(ids))
+                numbers = self._numbers
+                for request_id in ids_A.tolist():
+                    if request_id not in numbers:
+                        if not self._free:
+                            self._free.append(self.size)
+                            self.size += 1
+                        numbers[request_id] = self._free.pop()
+                rows = map(numbers.__getitem__, ids_A.tolist())
+                self._last_rows_A = np.fromiter(rows, np.int64, len(ids_A))
             self._last_ids_A = ids_A
         return self._last_rows_A
 
     def forget(self, request_ids: Iterable[int]) -> list[int]:
         """Forget finished requests; return the numbers that they had."""
-        had = [self._numbers.pop(r) for r in request_ids if r in self._numbers]
+        had = list[int]()
+        for request_id in request_ids:
+            if request_id in self._numbers:
+                had.append(self._numbers.pop(request_id))
         self._free += had
         if had:
             self._last_ids_A = np.empty(0, np.int64)
         return had
-
-    def _number(self, request_id: int) -> int:
-        number = self._numbers.get(request_id)
-        if number is None:
-            if not self._free:
-                self._free.append(self.size)
-                self.size += 1
-            number = self._numbers[request_id] = self._free.pop()
-        return number
 
 
 def with_room(rows_F: np.ndarray, size: int, fill: float) -> np.ndarray:

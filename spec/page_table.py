@@ -43,6 +43,7 @@ class PageTable:
         self.held_B = np.zeros(num_slots, np.int64)  # number of pages of each slot
         self.users_P = np.zeros(num_pages, np.int64)  # number of slots that use each page
         self.part_B = _parts(num_slots, ways)
+        self.has_changed = True  # since its user last cleared this
         each = num_pages // ways
         self._free = [list(range((w + 1) * each - 1, w * each - 1, -1)) for w in range(ways)]
 
@@ -65,19 +66,19 @@ class PageTable:
     def reserve(self, slot: int, num_tokens: int) -> bool:
         """Reserve pages for `num_tokens` tokens; return False, unchanged, if too few are free."""
         held = int(self.held_B[slot])
-        return self._extend(slot, self.pages_for(num_tokens) - held)
-
-    def _extend(self, slot: int, more: int) -> bool:
+        needed = -(-num_tokens // self.page_tokens)
+        assert needed <= self.pages_BN.shape[1], "more positions than a slot may have"
+        if needed <= held:
+            return True
         free = self._free[self.part_B[slot]]
-        held = int(self.held_B[slot])
-        assert held + more <= self.pages_BN.shape[1], "more positions than a slot may have"
-        if more > len(free):
+        if needed - held > len(free):
             return False
-        for n in range(held, held + more):
+        for n in range(held, needed):
             page = free.pop()
             self.pages_BN[slot, n] = page
             self.users_P[page] = 1
-        self.held_B[slot] = max(held, held + more)
+        self.held_B[slot] = needed
+        self.has_changed = True
         return True
 
     def share(self, source: int, slot: int, num_tokens: int) -> list[tuple[int, int]] | None:
@@ -94,7 +95,8 @@ class PageTable:
             self.pages_BN[slot, n] = page
             self.users_P[page] += 1
         self.held_B[slot] = shared
-        if not self._extend(slot, len(theirs) - shared):
+        self.has_changed = True
+        if not self.reserve(slot, num_tokens):
             self.release(slot)
             return None
         own = self.pages_BN[slot, shared : len(theirs)].tolist()
@@ -102,14 +104,18 @@ class PageTable:
 
     def release(self, slot: int, kept_tokens: int = 0) -> None:
         """Release the pages of a slot after its first `kept_tokens` tokens."""
-        num_pages = min(self.pages_for(kept_tokens), int(self.held_B[slot]))
-        for n in range(int(self.held_B[slot]) - 1, num_pages - 1, -1):
+        held = int(self.held_B[slot])
+        num_pages = -(-kept_tokens // self.page_tokens)
+        if num_pages >= held:
+            return
+        for n in range(held - 1, num_pages - 1, -1):
             page = int(self.pages_BN[slot, n])
             self.pages_BN[slot, n] = NO_PAGE
             self.users_P[page] -= 1
             if not self.users_P[page]:
                 self._free[page * self.ways // len(self.users_P)].append(page)
         self.held_B[slot] = num_pages
+        self.has_changed = True
 
     def take_rows(self, rows: Sequence[int]) -> None:
         """Move the pages of slot `rows[i]` to slot i (−1: an empty slot); release other slots."""
@@ -123,6 +129,7 @@ class PageTable:
         self.pages_BN = np.where(index[:, None] < 0, NO_PAGE, before[np.maximum(index, 0)])
         self.held_B = np.where(index < 0, 0, held_B[np.maximum(index, 0)])
         self.part_B = _parts(len(index), self.ways)
+        self.has_changed = True
 
     def used_by(self, slots: Sequence[int]) -> np.ndarray:
         """Return a mask of the pages that these slots use; bool [P]."""

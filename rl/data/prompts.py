@@ -90,7 +90,7 @@ def encode_prompt(tokenizer: Tokenizer, example: Example, config: TaskConfig) ->
             raise ValueError("the prompt encodes to no tokens")
     except ValueError as error:
         raise ValueError(f"{example.example_id}: {error}") from error
-    return tuple(int(token) for token in ids)
+    return tuple(map(int, ids))
 
 
 def is_rendered(tokenizer: Tokenizer, example: Example, config: TaskConfig) -> bool:

@@ -37,14 +37,11 @@ class WaitingQueue:
         self.new: collections.deque[PartialRequest] = collections.deque()
         self.partial: collections.deque[PartialRequest] = collections.deque()
         self._prompts: collections.Counter[int] = collections.Counter()  # of `new`, by number
+        # prompt numbers of `new`; rows that hold these prompts are overwritten last
+        self.prompts: Collection[int] = self._prompts.keys()
 
     def __len__(self) -> int:
         return len(self.new) + len(self.partial)
-
-    @property
-    def prompts(self) -> Collection[int]:
-        """Return the prompt numbers of `new`; rows that hold these prompts are overwritten last."""
-        return self._prompts.keys()
 
     def add(self, requests: Sequence[PartialRequest], *, is_new: bool = False) -> None:
         """Queue requests for one chunk of tokens each, or new requests for whole responses."""
@@ -89,7 +86,7 @@ class WaitingQueue:
 
 
 def fills(
-    lacking: Mapping[int, int], held: Held, parts: Sequence[int], is_busy: Sequence[bool]
+    lacking: Mapping[int, int], held: Held, parts: Sequence[int], is_busy: np.ndarray
 ) -> tuple[list[tuple[int, int]], list[int]]:
     """Return the copies to make, (from row, to row), and the rows to compute tokens of.
 
@@ -99,7 +96,7 @@ def fills(
     and written.
     """
     holders = dict[tuple[int, int | None], int]()  # by part and prompt; −1: any part
-    for row in sorted(range(len(held)), key=lambda r: is_busy[r]):
+    for row in np.argsort(is_busy, kind="stable").tolist():
         holders[-1, held[row]] = holders[parts[row], held[row]] = row
     copies = []
     computed = []
@@ -123,7 +120,9 @@ def needed_B(table: SlotTable, fetch_tokens: int) -> np.ndarray:
     """Return the positions that each row needs until the next fetch; 0 for free rows."""
     final_B = table.prompt_tokens_B + table.limit_B
     needed_B = np.minimum(table.total_tokens_B + fetch_tokens, final_B)
-    return np.where(table.busy_B, np.maximum(needed_B, table.known_tokens_B + 1), 0)
+    if table.verifies_in_chunks:
+        needed_B = np.maximum(needed_B, table.known_tokens_B + 1)
+    return np.where(table.busy_B, needed_B, 0)
 
 
 def needed_by(waiting: PartialRequest, table: SlotTable, fetch_tokens: int) -> int:
@@ -182,57 +181,45 @@ def assign(
     """
     rows = list[int]()
     busy = np.nonzero(table.busy_B)[0].tolist()
-    room = _room(table, pages, fetch_tokens, busy)
+    most_B = -(-needed_B(table, fetch_tokens) // pages.page_tokens)  # pages until the next fetch
+    more_B = np.maximum(most_B - pages.held_B, 0)
+    room = [len(some) - int(some.sum()) for some in np.split(pages.used_by(busy), pages.ways)]
+    for row in busy:
+        room[pages.part_B[row]] -= int(more_B[row])
     common = _Common(pages, table, busy)
     free = table.free_rows()
     waiting = waiting[: len(free)]
-    claimed = _claimed(waiting, table, free)
-    free.sort(key=lambda r: (r in claimed, table.prompts[r] in wanted_later, table.entered_B[r]))
+    reusable = list[dict[int, int]]()  # prompt tokens of each request that rows hold
+    claimed = set[int]()  # rows that the requests would reuse, at most one for each
     for p in waiting:
+        tokens_R = table.reusable_tokens(p.request, free).tolist() if p.kv is None else ()
+        held = dict(zip(free, tokens_R, strict=p.kv is None))
+        reusable.append(held)
+        claimed.update([r for r in _most(held, free) if r not in claimed][:1])
+    free.sort(key=lambda r: (r in claimed, table.prompts[r] in wanted_later, table.entered_B[r]))
+    for p, held in zip(waiting, reusable, strict=True):
         number = table.known_prompts.of(p.request).number
         needed = pages.pages_for(needed_by(p, table, fetch_tokens))
-        holders = _holders(p, table, free)
+        holders = _most(held, free)
         first = {pages.part_B[r]: r for r in reversed(free) if r not in holders}  # by part
         left = {
-            row: room[pages.part_B[row]] - needed + common.num_pages(p, number, row)
+            row: room[pages.part_B[row]] - needed + common.num_pages(p, number, row, held.get(row))
             for row in (*first.values(), *holders)
         }
         row = max(left, key=lambda r: (left[r] >= 0, r in holders, left[r], -free.index(r)))
-        if left[row] < 0 and (rows or table.num_busy):
+        if left[row] < 0 and (rows or busy):
             break
         room[pages.part_B[row]] = left[row]
-        common.add(p, number, row)
+        common.add(p, number, row, held.get(row))
         free.remove(row)
         rows.append(row)
     return rows
 
 
-def _holders(p: PartialRequest, table: SlotTable, free: Sequence[int]) -> list[int]:
-    """Return the free rows that hold the most prompt tokens of a waiting request, if any."""
-    if p.kv is not None:
-        return []
-    reusable_R = table.reusable_tokens(p.request, free)
-    best = int(reusable_R.max(initial=0))
-    return [r for r, n in zip(free, reusable_R, strict=True) if n == best > 0]
-
-
-def _claimed(waiting: Sequence[PartialRequest], table: SlotTable, free: Sequence[int]) -> set[int]:
-    """Return the free rows that waiting requests would reuse, at most one for each request."""
-    claimed = set[int]()
-    for p in waiting:
-        claimed.update([r for r in _holders(p, table, free) if r not in claimed][:1])
-    return claimed
-
-
-def _room(table: SlotTable, pages: PageTable, fetch_tokens: int, busy: Sequence[int]) -> list[int]:
-    """Return, for each part, how many pages busy rows do not need until the next fetch."""
-    needed = needed_B(table, fetch_tokens)
-    used_P = pages.used_by(busy)
-    room = [len(some) - int(some.sum()) for some in np.split(used_P, pages.ways)]
-    for row in busy:
-        more = pages.pages_for(int(needed[row])) - int(pages.held_B[row])
-        room[pages.part_B[row]] -= max(0, more)
-    return room
+def _most(held: Mapping[int, int], free: Sequence[int]) -> list[int]:
+    """Return the free rows that hold the most tokens, if any."""
+    best = max([held.get(row, 0) for row in free], default=0)
+    return [row for row in free if held.get(row, 0) == best > 0]
 
 
 class _Common:
@@ -240,33 +227,29 @@ class _Common:
 
     def __init__(self, pages: PageTable, table: SlotTable, busy: Sequence[int]) -> None:
         self._pages = pages
-        self._table = table
         self._used_P = pages.used_by(busy)
         key = {row: (pages.part_B[row], int(table.prompt_B[row])) for row in busy}
         self._wanted = set(key.values())  # also by rows that still lack the prompt
         self._held = {key[row] for row in busy if table.prompts[row] is not None}
 
-    def num_pages(self, p: PartialRequest, number: int, row: int) -> int:
-        """Return how many pages request `p`, with this prompt, would share in this row."""
+    def num_pages(self, p: PartialRequest, number: int, row: int, reused: int | None) -> int:
+        """Return how many pages request `p`, with this prompt, would share in this row.
+
+        The row holds `reused` tokens of the prompt.
+        """
         key = (self._pages.part_B[row], number)
-        prompt_tokens = len(p.request.prompt_ids) - 1
-        full = prompt_tokens // self._pages.page_tokens
+        full = (len(p.request.prompt_ids) - 1) // self._pages.page_tokens
         if p.kv is not None:
             return full if key in self._held else 0
-        if reused := self._reused(p, row):
+        if reused:
             return int(self._used_P[self._pages.pages_of(row, reused)].sum())
         return full if key in self._wanted else 0
 
-    def add(self, p: PartialRequest, number: int, row: int) -> None:
-        """Record that request `p` was assigned to `row`."""
+    def add(self, p: PartialRequest, number: int, row: int, reused: int | None) -> None:
+        """Record that request `p` was assigned to `row`, which holds `reused` of its tokens."""
         key = (self._pages.part_B[row], number)
-        reused = self._reused(p, row)
         self._wanted.add(key)
         if p.kv is not None or reused == len(p.request.prompt_ids) - 1 > 0:
             self._held.add(key)
         if reused:
             self._used_P[self._pages.pages_of(row, reused)] = True
-
-    def _reused(self, p: PartialRequest, row: int) -> int:
-        """Return how many prompt tokens of request `p` this row already holds."""
-        return 0 if p.kv is not None else int(self._table.reusable_tokens(p.request, [row])[0])

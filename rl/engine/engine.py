@@ -130,7 +130,7 @@ class Engine(ModelRunner):
         with self.rollout(spec, max_requests=len(requests), max_tokens=max_tokens, stats=stats):
             self._waiting.add([PartialRequest(r) for r in requests], is_new=True)
             if self._table.cached is not None:
-                self._table.cached.play(requests, len(self._table), self._rows.num_positions)
+                self._table.cached.play(requests, self._table.num_slots, self._rows.num_positions)
             while self.has_work:
                 for trajectory in self.step():
                     assert isinstance(trajectory, Trajectory), "whole requests have no chunks"
@@ -178,6 +178,10 @@ class Engine(ModelRunner):
                 begun_counts=self.stats.begun,
                 early_miss_rate=spec.early_miss_rate,
             )
+        # the most tokens that a row gains in one fetch; a budget may choose plain rounds
+        self._fetch_tokens = self.config.rounds_per_fetch
+        if self._speculator.drafter is not None or cached is not None:
+            self._fetch_tokens = max(self.config.max_nodes, self._fetch_tokens)
         # a fetch may write one token past the end
         lora = self.model.lora
         table = SlotTable(
@@ -197,7 +201,7 @@ class Engine(ModelRunner):
         with self.mesh_context(), self._delivery or contextlib.nullcontext():
             try:
                 # rows of an earlier policy hold nothing useful
-                self._rows.reset(table)
+                self._rows.reset(table, self._fetch_tokens)
                 yield
             except BaseException:
                 self._rows.drop()
@@ -215,7 +219,7 @@ class Engine(ModelRunner):
     @property
     def has_work(self) -> bool:
         """Return whether a request is queued or has a row."""
-        return len(self._waiting) > 0 or self._table.num_busy > 0
+        return bool(self._table.busy_B.any()) or len(self._waiting) > 0
 
     def step(self) -> list[Event]:
         """Admit, run the rounds of one fetch, retire; return finished requests and chunks."""
@@ -224,18 +228,25 @@ class Engine(ModelRunner):
         assert not self._table.chunk_ended_rows(), "each is extended or taken before the next step"
         self._admit()
         self.make_room()
-        self._rows.fit(self._table.num_busy + len(self._waiting), self._waiting.prompts)
-        self._rows.copy_prompts()
         table = self._table
-        while self._rows.prompts_first():
-            self._rounds.prompt_round()
+        num_busy = table.num_busy
+        num_waiting = len(self._waiting)
+        self._rows.fit(num_busy + num_waiting, self._waiting.prompts)
+        if table.missing_tokens_B.any():
             self._rows.copy_prompts()
-        if not table.num_busy:
+            while self._rows.prompts_first():
+                self._rounds.prompt_round()
+                self._rows.copy_prompts()
+        if not num_busy:
             return []
         if self.spans_processes:
             self._rows.wait_in_turn()
-        self._round(start_s, num_programs)
-        return [*self._chunk_ends(), *self._retire_ended()]
+        self._round(start_s, num_programs, num_busy, num_waiting)
+        chunk_ends = list[ChunkEnd]()
+        for b in table.chunk_ended_rows():
+            emitted = int(table.total_tokens_B[b] - table.prompt_tokens_B[b])
+            chunk_ends.append(ChunkEnd(int(table.request_ids_B[b]), emitted))
+        return [*chunk_ends, *self._retire_ended()]
 
     def extend(self, request_id: int, max_tokens: int) -> None:
         """Continue a request in its row after a chunk, for `max_tokens` more tokens."""
@@ -314,11 +325,12 @@ class Engine(ModelRunner):
                 first = first[
                     : admission.num_fitting(first, self._table, self._fetch_tokens, self._kv_tokens)
                 ]
-            places = rows.places(first, self._fetch_tokens, waiting.prompts)
+            places = rows.memory.assign(first, self._table, waiting.prompts)
             if not places:
                 break
             rows.enter(waiting.take(len(places)), places)
-            rows.decode_cheap(places)
+            if self._table.verifies_in_chunks:
+                rows.decode_cheap(places)
             rows.changed()
 
     def make_room(self) -> None:
@@ -327,8 +339,9 @@ class Engine(ModelRunner):
         if self._kv_tokens < UNLIMITED:
             rows = admission.rows_to_preempt(self._table, self._fetch_tokens, self._kv_tokens)
             self._leave(rows)
-        short = self._rows.make_room(self._fetch_tokens, self._waiting.prompts)
-        self._leave(short)
+        short = self._rows.memory.make_room(self._table, self._waiting.prompts)
+        if short:  # in few rounds
+            self._leave(short)
         self.stats.preemptions += len(rows) + len(short)
 
     def _leave(self, rows: Sequence[int]) -> None:
@@ -338,47 +351,48 @@ class Engine(ModelRunner):
         leaving = self._leave_rows(np.array(rows, int), self._table.preempt)
         self._waiting.partial.extendleft(leaving)
 
-    @property
-    def _fetch_tokens(self) -> int:
-        """The maximum number of tokens that a row gains in one fetch."""
-        rounds = self.config.rounds_per_fetch
-        # a budget may choose plain rounds
-        drafts = self._speculator.drafter is not None or self._table.cached is not None
-        return max(self.config.max_nodes, rounds) if drafts else rounds
-
     # -- rounds ------------------------------------------------------------
 
-    def _round(self, began_s: float, num_programs: int) -> None:
+    def _round(self, began_s: float, num_programs: int, num_busy: int, num_waiting: int) -> None:
         ready_s = self.clock()
         table = self._table
-        drafts = None
+        B = table.num_slots
+        cached = table.cached
+        draws = None
+        pricing_s = 0.0
+        if table.verifies_in_chunks:
+            has_room = self._kv_tokens >= UNLIMITED
+            draws = self._rows.draws_next(waits=num_waiting > 0, may_return=has_room)
+            pricing_s = self.clock() - ready_s
         live = table.live()
-        decision = plain(len(table))
-        has_room = self._kv_tokens >= UNLIMITED
-        draws = self._rows.draws_next(waits=len(self._waiting) > 0, may_return=has_room)
-        pricing_s = self.clock() - ready_s
-        live = table.live() if table.verifies_in_chunks else live  # rows may decode instead
-        if draws is None:
+        drafts = None
+        if draws is not None:
+            decision = plain(B)
+        else:
             missing = table.num_prompts_missing
             drafts, decision = self._speculator.decide(
-                live, len(table), self._rows.num_positions, table.cached, missing
+                live, B, self._rows.num_positions, cached, missing
             )
         drafted_s = self.clock()
-        limits = Limits(self._stop_after(), self._fetch_tokens)
         prompt_tokens = self.stats.prefilled_tokens
         plain_rounds = 0.0
         if draws is not None:
-            num_busy = table.num_busy
             tokens_BN, count_B, rounds_B = self._rounds.draw_in_chunks(live, draws)
             plain_rounds = float(count_B.sum()) / num_busy
         else:
+            # requests that must finish before slots are refilled or the batch shrinks
+            stop_after = max(1, num_busy // 8 if num_waiting else num_busy - B // 2)
+            limits = Limits(stop_after, self._fetch_tokens)
             tokens_BN, count_B, rounds_B = self._rounds.run(live, drafts, decision, limits)
-            self._price_rounds(decision.num_nodes, count_B[live.rows_A], rounds_B[live.rows_A])
+            if cached is not None and cached.price is not None and len(live):
+                bucket = B, decision.num_nodes, self._rows.num_positions
+                mean_tokens = float(count_B[live.rows_A].mean())
+                cached.price.observe(mean_tokens, int(rounds_B[live.rows_A].max()), bucket)
         if drafts is not None:
             self._speculator.observe(
                 live, drafts, decision.taken_A, tokens_BN[live.rows_A], count_B[live.rows_A]
             )
-        num_cached = self._speculator.num_cached(drafts, decision) if table.cached else 0
+        num_cached = self._speculator.num_cached(drafts, decision) if cached else 0
         (rows_A,) = np.nonzero(table.live_B)  # includes rows that lacked tokens before
         self.stats.timeline.append(
             RoundRecord(
@@ -388,33 +402,21 @@ class Engine(ModelRunner):
                 called_s=self._rounds.called_s,
                 fetched_s=self._rounds.fetched_s,
                 ended_s=self.clock(),
-                num_slots=len(self._table),
+                num_slots=B,
                 num_nodes=decision.num_nodes,
                 cached_nodes=num_cached,
                 prompt_tokens=self.stats.prefilled_tokens - prompt_tokens,
                 cached_in_chunks=self._rounds.cached_in_chunks,
                 plain_rounds=plain_rounds,
-                pricing_seconds=pricing_s if table.verifies_in_chunks else 0.0,
+                pricing_seconds=pricing_s,
                 num_compiled=compilations.num_programs() - num_programs,
                 num_positions=self._rows.num_positions,
                 request_ids_A=table.request_ids_B[rows_A],
-                cached_tokens_A=table.cached_tokens_B[rows_A] - count_B[rows_A],
+                cached_tokens_A=table.total_tokens_B[rows_A] - 1 - count_B[rows_A],
                 rounds_A=rounds_B[rows_A],
                 emitted_A=count_B[rows_A],
             )
         )
-
-    def _price_rounds(self, num_nodes: int, count_A: np.ndarray, rounds_A: np.ndarray) -> None:
-        """Report the tokens and rounds of a fetch to the price of cached responses."""
-        cached = self._table.cached
-        if cached is not None and cached.price is not None and len(count_A):
-            at = len(self._table), num_nodes, self._rows.num_positions
-            cached.price.observe(float(count_A.mean()), int(rounds_A.max()), at)
-
-    def _stop_after(self) -> int:
-        """Return how many requests must finish before slots are refilled or the batch shrinks."""
-        busy = self._table.num_busy
-        return max(1, busy // 8 if len(self._waiting) else busy - len(self._table) // 2)
 
     # -- retirement --------------------------------------------------------
 
@@ -432,11 +434,6 @@ class Engine(ModelRunner):
             originals = [b for b in rows.tolist() if not copy_of(int(ids_B[b]))[1]]
             self._rows.send(originals, self._delivery, spec.policy_version)
         return [table.retire(b, spec.policy_version) for b in rows.tolist()]
-
-    def _chunk_ends(self) -> list[ChunkEnd]:
-        ids_B = self._table.request_ids_B
-        emitted_B = self._table.emitted_B
-        return [ChunkEnd(int(ids_B[b]), int(emitted_B[b])) for b in self._table.chunk_ended_rows()]
 
     def _rows_of(self, request_ids: Sequence[int]) -> np.ndarray:
         """Return the rows of these requests in row order, without requests that have no row."""

@@ -28,7 +28,6 @@ class PageMemory:
         self._runner = runner
         self.cache: KVCache | None = None
         self.pages = PageTable(0, 0, 0, runner.config.page_tokens)
-        self._stale = False  # the table on the device is outdated
         self._wanted_later: Collection[int] = ()
         self._shared = dict[int, int]()  # numbers of leading shared pages of entering rows
         self._ahead_tokens = 0  # of each row, reserved beyond its tokens
@@ -36,14 +35,17 @@ class PageMemory:
     @property
     def held(self) -> KVCache:
         assert self.cache is not None
-        if self._stale:
+        if self.pages.has_changed:
             table_BN = self._runner.argument(self.pages.pages_BN.copy())
             self.cache = dataclasses.replace(self.cache, table_BN=table_BN)
-            self._stale = False
+            self.pages.has_changed = False
         return self.cache
 
-    def reset(self, num_slots: int) -> None:
-        """Start with no page in use; keep a cache of the same size."""
+    def reset(self, num_slots: int, fetch_tokens: int = 1) -> None:
+        """Start with no page in use; keep a cache of the same size.
+
+        A row gains at most `fetch_tokens` between two calls of `make_room`.
+        """
         runner = self._runner
         num_pages = runner.num_pages
         T = runner.config.page_tokens
@@ -51,78 +53,66 @@ class PageMemory:
             self.cache = None  # free the old cache before the allocation
             self.cache = runner.empty_cache(num_slots)
         self.pages = PageTable(num_slots, runner.slot_pages, num_pages, T, runner.batch_ways)
-        self._stale = True
+        # for how many more tokens rows reserve pages: for all if every slot can be full; the table
+        # then changes once per request, and seldom travels to the device
+        self._ahead_tokens = fetch_tokens if runner.config.pages else runner.longest_tokens
 
     # -- assignment and preemption -----------------------------------------------------
-
-    def _tokens_ahead(self, fetch_tokens: int) -> int:
-        """Return for how many more tokens rows reserve pages: for all if every slot can be full.
-
-        The table then changes once per request, and seldom travels to the device.
-        """
-        return fetch_tokens if self._runner.config.pages else self._runner.longest_tokens
 
     def assign(
         self,
         waiting: Sequence[PartialRequest],
         table: SlotTable,
-        fetch_tokens: int,
         wanted_later: Collection[int],
     ) -> list[int]:
         """Return free rows for the first waiting requests, up to the first request without pages.
 
         A single request always fits.
         """
-        tokens_ahead = self._tokens_ahead(fetch_tokens)
-        return admission.assign(waiting, table, self.pages, tokens_ahead, wanted_later)
+        return admission.assign(waiting, table, self.pages, self._ahead_tokens, wanted_later)
 
-    def make_room(
-        self, table: SlotTable, fetch_tokens: int, wanted_later: Collection[int]
-    ) -> list[int]:
+    def make_room(self, table: SlotTable, wanted_later: Collection[int]) -> list[int]:
         """Reserve pages for busy rows until the next fetch; return the newest rows that must leave.
 
         Rows that wait for the prompt of a sibling get their pages with the prompt.
         """
         self._wanted_later = wanted_later
-        self._ahead_tokens = self._tokens_ahead(fetch_tokens)
+        pages = self.pages
         needed_B = admission.needed_B(table, self._ahead_tokens)
-        for row in table.free_rows():
-            self.release(row, int(table.retained_tokens_B[row]))
-        rows = oldest = table.oldest_first()
-        if self.pages.held_B[oldest].all():  # no row waits for a prompt
-            short_B = self.short_B(needed_B)
-            rows = [row for row in oldest if short_B[row]]
+        holds_B = pages.held_B * pages.page_tokens  # tokens
+        ended_B = ~table.busy_B & (holds_B >= table.retained_tokens_B + pages.page_tokens)
+        for row in np.nonzero(ended_B)[0].tolist():
+            pages.release(row, int(table.retained_tokens_B[row]))
+        short_B = needed_B > holds_B
+        if not short_B.any():  # as in most rounds
+            return []
+        oldest = table.oldest_first()
         leaving = list[int]()
         older = set[tuple[int, int]]()  # parts and prompts of rows that stay
-        for row in rows:
+        for row in oldest:
             if row in leaving:
                 continue
-            part = self.pages.part_B[row]
-            waits = self._waits(table, row, older)
-            while not waits and not self.reserve(row, int(needed_B[row])):
+            part = pages.part_B[row]
+            number = int(table.prompt_B[row])
+            waits = False  # for its prompt, from an older row or a row that holds it
+            if not pages.held_B[row] and self._lacks_prompt(table, row):
+                waits = (part, number) in older or bool(self._holders(table, part, number))
+            while short_B[row] and not waits and not pages.reserve(row, int(needed_B[row])):
                 if self._forget_prompt(table, part):
                     continue
                 newest = next(r for r in reversed(oldest) if self._leaves(r, row, part, leaving))
-                self.release(newest)
+                self.pages.release(newest)
                 table.forget(newest)
                 leaving.append(newest)
                 if newest == row:
                     break
             if row not in leaving:
-                older.add((part, int(table.prompt_B[row])))
+                older.add((part, number))
         return leaving
 
     def _leaves(self, row: int, needing: int, part: int, leaving: Sequence[int]) -> bool:
         holds = self.pages.held_B[row] > 0 or row == needing
         return holds and row not in leaving and self.pages.part_B[row] == part
-
-    def _waits(self, table: SlotTable, row: int, older: Collection[tuple[int, int]]) -> bool:
-        """Return whether a row without pages waits for its prompt from an `older` row or holder."""
-        if self.pages.held_B[row] or not self._lacks_prompt(table, row):
-            return False
-        part = self.pages.part_B[row]
-        number = int(table.prompt_B[row])
-        return (part, number) in older or bool(self._holders(table, part, number))
 
     @staticmethod
     def _lacks_prompt(table: SlotTable, row: int) -> bool:
@@ -158,24 +148,11 @@ class PageMemory:
         is_last, _, row = min(ranked, default=(True, False, -1))
         if row < 0 or (is_last and not last_resort):
             return False
-        self.release(row)
+        self.pages.release(row)
         table.forget(row)
         return True
 
     # -- reserve, share, release -------------------------------------------------------
-
-    def reserve(self, row: int, num_tokens: int) -> bool:
-        """Reserve pages for `num_tokens` tokens of a row; return False, unchanged, if too few."""
-        held = self.pages.held_B[row]
-        done = self.pages.reserve(row, num_tokens)
-        self._stale |= self.pages.held_B[row] != held
-        return done
-
-    def release(self, row: int, kept_tokens: int = 0) -> None:
-        """Release the pages of a row after its first `kept_tokens` tokens."""
-        held = self.pages.held_B[row]
-        self.pages.release(row, kept_tokens)
-        self._stale |= self.pages.held_B[row] != held
 
     def room_for(
         self,
@@ -197,13 +174,9 @@ class PageMemory:
                 source = max(holders, key=lambda r: table.busy_B[r])
                 pages.share(source, row, full * pages.page_tokens)
                 self._shared[row] = full
-            while not self.reserve(row, kv.num_tokens):
+            while not self.pages.reserve(row, kv.num_tokens):
                 has_released = self._forget_prompt(table, part, last_resort=True)
                 assert has_released, f"no pages for what row {row} brings: {self.books(table)}"
-
-    def short_B(self, tokens_B: np.ndarray) -> np.ndarray:
-        """Return which rows lack pages for `tokens_B` positions."""
-        return tokens_B > self.pages.held_B * self.pages.page_tokens
 
     def unshared(self, row: int, num_tokens: int) -> int:
         """Return how many leading tokens of a row can stay if later tokens are written.
@@ -218,7 +191,7 @@ class PageMemory:
         """Describe current allocations for error messages."""
         pages = self.pages
         books = list[str]()
-        for row in range(len(table)):
+        for row in range(table.num_slots):
             state = f"lacks {table.missing_tokens_B[row]}" if table.busy_B[row] else "free"
             has = "has" if table.prompts[row] is not None else "has not"
             books.append(
@@ -253,15 +226,14 @@ class PageMemory:
         self, source: int, row: int, table: SlotTable, is_oldest: bool
     ) -> list[tuple[int, int]] | None:
         """Share a prompt and reserve pages for a row; return the pages to copy, None if too few."""
-        self.release(row)
+        self.pages.release(row)
         part = self.pages.part_B[row]
-        self._stale = True
         needed = int(admission.needed_B(table, self._ahead_tokens)[row])
         while True:
             copied = self.pages.share(source, row, int(table.prompt_tokens_B[row]) - 1)
-            if copied is not None and self.reserve(row, needed):
+            if copied is not None and self.pages.reserve(row, needed):
                 return copied
-            self.release(row)
+            self.pages.release(row)
             if not self._forget_prompt(table, part, source=source, last_resort=is_oldest):
                 return None
 
@@ -335,7 +307,6 @@ class PageMemory:
     def take_rows(self, rows: Sequence[int]) -> None:
         """Move row `rows[i]` to row i; an index past the old rows makes a new row."""
         self.pages.take_rows([r if r < len(self.pages) else -1 for r in rows])
-        self._stale = True
 
 
 def _tableless(cache: KVCache) -> KVCache:

@@ -24,7 +24,6 @@ from reprise.spec.draft_cache.drafting import draft_rounds, unpack_rounds
 from reprise.spec.drafter import Drafts, LiveSlots
 from reprise.spec.nodes import by_slot, pack, unpack_draws
 from reprise.spec.verify import (
-    Slots,
     chunks_alone,
     chunks_beside_roots,
     decode_beside_chunks,
@@ -91,15 +90,15 @@ class Rounds:
 
     def _verify(self, live: LiveSlots, drafts: Drafts, decision: DraftDecision) -> Fetched:
         """Run one round with draft tokens, or with tokens that a rule may keep."""
-        B = len(self._table)
+        B = self._table.num_slots
         M = decision.num_nodes
         taken_A = decision.taken_A
         assert taken_A is not None
-        widest = self._runner.verify_options(self._scheme, B, M)["max_nodes"]
-        nodes_5M = pack(drafts, taken_A, live.rows_A, B, M, widest)
+        options = self._runner.verify_options(self._scheme, B, M)
+        nodes_5M = pack(drafts, taken_A, live.rows_A, B, M, options["max_nodes"])
         if self._table.cached is not None and self._table.cached.given:
             self._table.cached.give(nodes_5M, self._table.emitted_B)
-        result = self._round(nodes_5M)
+        result = self._round(nodes_5M, options)
         drafted_B = np.zeros(B, bool)
         drafted_B[live.rows_A] = taken_A > 0
         drawn = self._fetched(live, unpack_draws, result)
@@ -108,15 +107,16 @@ class Rounds:
         self._count(M, 1)
         return Fetched(tokens_BN, count_B, np.minimum(count_B, 1))
 
-    def _round(self, nodes_5M: np.ndarray) -> jax.Array:
+    def _round(self, nodes_5M: np.ndarray, options: dict[str, Any]) -> jax.Array:
         """Call one round, with prompt chunks if rows lack tokens; return its result."""
         table = self._table
         rows = self._rows
         runner = self._runner
-        slots = self._device_slots()
+        slots = self._rows.slots(self._key)
         state = rows.for_round()
-        chunks_TX = rows.next_chunks() if rows.ready() else None
-        sizes = len(table), nodes_5M.shape[1], rows.num_positions
+        ready = rows.ready()
+        chunks_TX = rows.next_chunks(ready) if ready else None
+        sizes = table.num_slots, nodes_5M.shape[1], rows.num_positions
         if runner.record is not None:
             runner.record.note("a round", sizes, table, nodes_5M, chunks_TX)
         *state, result, entries = verify_round(
@@ -126,11 +126,12 @@ class Rounds:
             runner.argument(nodes_5M),
             self._stop_E,
             None if chunks_TX is None else runner.argument(chunks_TX),
-            **runner.verify_options(self._scheme, len(table), nodes_5M.shape[1]),
+            **options,
         )
         rows.stepped(*state)
         self._called()
-        self._write_chunks(entries, chunks_TX)
+        if chunks_TX is not None:
+            self._write_chunks(entries, chunks_TX)
         return result
 
     def prompt_round(self) -> jax.Array:
@@ -138,10 +139,10 @@ class Rounds:
         table = self._table
         rows = self._rows
         runner = self._runner
-        slots = self._device_slots()
+        slots = self._rows.slots(self._key)
         state = rows.for_round()
-        chunks_TX = rows.next_chunks()
-        sizes = (len(table), rows.num_positions)
+        chunks_TX = rows.next_chunks(rows.ready())
+        sizes = (table.num_slots, rows.num_positions)
         if runner.record is not None:
             runner.record.note("a prompt round", sizes, table, chunks_TX)
         *state, result, entries = decode_beside_chunks(
@@ -157,10 +158,9 @@ class Rounds:
         self._write_chunks(entries, chunks_TX)
         return result
 
-    def _write_chunks(self, entries: Entries | None, chunks_TX: np.ndarray | None) -> None:
-        if chunks_TX is not None:
-            assert entries is not None
-            self._stats.prefilled_tokens += self._rows.write_chunks(entries, chunks_TX)
+    def _write_chunks(self, entries: Entries | None, chunks_TX: np.ndarray) -> None:
+        assert entries is not None
+        self._stats.prefilled_tokens += self._rows.write_chunks(entries, chunks_TX)
 
     def compute_prompts(self, max_rounds: int, *, until_drafts: bool = False) -> list[jax.Array]:
         """Call rounds without draft tokens while rows lack tokens; return results to wait for.
@@ -184,13 +184,13 @@ class Rounds:
         table = self._table
         self._busy = False
         assert table.cached is not None
-        drafted_B = np.zeros(len(table), bool)
+        drafted_B = np.zeros(table.num_slots, bool)
         drafted_B[draws.rows] = True
         if draws.is_beside:
             result, chunks_TX = self._chunks_beside(draws.rows)
             tokens, logprobs, kinds = self._fetched(live, unpack_draws, result)
-            slots = np.concatenate([np.arange(len(table)), _slot_X(chunks_TX)])
-            first = len(table)
+            slots = np.concatenate([np.arange(table.num_slots), _slot_X(chunks_TX)])
+            first = table.num_slots
         else:
             results, chunks_TX = self._chunks_alone(draws.rows)
             tokens, logprobs, kinds = self._fetched(live, _in_turn, results)
@@ -207,10 +207,10 @@ class Rounds:
         )
         self.cached_in_chunks = int(np.count_nonzero(kinds[first:]))
         tokens_BN, logprobs_BN, count_B, reused_B = by_slot(
-            tokens, logprobs, kinds, slots, len(table)
+            tokens, logprobs, kinds, slots, table.num_slots
         )
         count_B = self._commit(tokens_BN, logprobs_BN, count_B, drafted_B, reused_B)
-        self._count(len(table), 1)
+        self._count(table.num_slots, 1)
         return Fetched(tokens_BN, count_B, np.minimum(count_B, 1))
 
     def _chunks_alone(self, rows: Sequence[int]) -> tuple[list[jax.Array], np.ndarray]:
@@ -219,13 +219,13 @@ class Rounds:
         runner = self._runner
         cache = self._rows.cache
         assert table.cached is not None
-        slots = self._device_slots()
+        slots = self._rows.slots(self._key)
         passes = self._rows.passes_alone(rows)
         options = runner.prompt_options(self._scheme)
         calls = []
         for chunks_TX in passes:
             inputs_2X = table.cached.give_chunks(chunks_TX, table.prompt_tokens_B)
-            sizes = len(table), self._rows.num_positions
+            sizes = table.num_slots, self._rows.num_positions
             if runner.record is not None:
                 runner.record.note("chunks alone", sizes, table, chunks_TX, inputs_2X)
             chunks = runner.argument(chunks_TX)
@@ -245,11 +245,11 @@ class Rounds:
         rows = self._rows
         runner = self._runner
         assert table.cached is not None
-        slots = self._device_slots()
+        slots = self._rows.slots(self._key)
         state = rows.for_round()
         chunks_TX = rows.pass_beside(at)
         inputs_2X = table.cached.give_chunks(chunks_TX, table.prompt_tokens_B)
-        sizes = len(table), rows.num_positions
+        sizes = table.num_slots, rows.num_positions
         if runner.record is not None:
             runner.record.note("chunks beside roots", sizes, table, chunks_TX, inputs_2X)
         *state, result, entries = chunks_beside_roots(
@@ -280,7 +280,7 @@ class Rounds:
     def _decode(self, live: LiveSlots, max_rounds: int, limits: Limits) -> Fetched:
         """Run up to `max_rounds` rounds without draft tokens."""
         table = self._table
-        B = len(table)
+        B = table.num_slots
         left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
         waits = self._drafts_wait()
         if waits:
@@ -296,7 +296,7 @@ class Rounds:
         if waits:  # drafts may be wanted next
             left = int(not beside_prompts)
         if left and not self._undecided(live_B):
-            slots = self._device_slots()
+            slots = self._rows.slots(self._key)
             sizes = B, self._rows.num_positions, left, limits.stop_after
             if self._runner.record is not None:
                 self._runner.record.note("plain rounds", sizes, table)
@@ -323,7 +323,7 @@ class Rounds:
         table = self._table
         drafter = self._speculator.in_rounds
         assert drafter is not None
-        B = len(table)
+        B = table.num_slots
         rows = self._rows
         options = self._runner.draft_options(self._scheme, B, decision)
         left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
@@ -335,7 +335,7 @@ class Rounds:
         depth = min(inputs.depth, decision.tree_tokens)
         bounds = [decision.num_rounds, *limits, depth]
         scale_B = np.ones(B, np.float32)
-        slots = self._device_slots()
+        slots = self._rows.slots(self._key)
         if decision.scale_A is not None:
             scale_B[live.rows_A] = decision.scale_A
         limits_4 = np.array(bounds, np.int32)
@@ -412,10 +412,8 @@ class Rounds:
         return count_B
 
     def _count(self, num_nodes: int, num_rounds: int) -> None:
-        self._stats.rounds[(len(self._table), num_nodes, self._rows.num_positions)] += num_rounds
-
-    def _device_slots(self) -> Slots:
-        return self._rows.slots(self._key)
+        bucket = self._table.num_slots, num_nodes, self._rows.num_positions
+        self._stats.rounds[bucket] += num_rounds
 
 
 def _slot_X(chunks_TX: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ the table, made again when the host has changed the table.
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -38,16 +38,14 @@ class SlotCache:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
+        self._slot_bucket = functools.cache(runner.config.slot_bucket)
         self.table = SlotTable(0, 0)
-        self._memory = PageMemory(runner)
+        self.memory = PageMemory(runner)
         self.num_positions = 0  # of a row, at most
         self._pending: Pending | None = None  # entries that the last round left to write
         self._waits = False  # whether entries are pending
         self._slots: Slots | None = None  # None: the host has changed the table
         self._joining: set[int] = set()  # rows that take part from the next round on
-
-    def __len__(self) -> int:
-        return len(self.table)
 
     @property
     def cache(self) -> KVCache:
@@ -58,21 +56,21 @@ class SlotCache:
         """Return the memory with all pending entries written; the rows of a round had pages."""
         if self._waits:
             assert self._pending is not None
-            self._memory.cache, self._pending = settle(self._memory.held, self._pending)
+            self.memory.cache, self._pending = settle(self.memory.held, self._pending)
             self._waits = False
-        return self._memory
+        return self.memory
 
     def for_round(self) -> tuple[KVCache, Pending]:
         """Return the cache, with room for the pending entries, and the pending entries."""
         table = self.table
         self.check(np.where(table.busy_B, table.known_tokens_B, 0))
         assert self._pending is not None
-        return self._memory.held, self._pending
+        return self.memory.held, self._pending
 
     def check(self, tokens_B: np.ndarray) -> None:
         """Assert that each row has room for `tokens_B` positions."""
-        has_pages_B = self._memory.pages.held_B > 0  # rows without pages may wait
-        is_short_B = self._memory.short_B(tokens_B)
+        has_pages_B = self.memory.pages.held_B > 0  # rows without pages may wait
+        is_short_B = tokens_B > self.memory.pages.held_B * self.memory.pages.page_tokens
         assert not (is_short_B & has_pages_B).any(), "a row outgrew its pages"
 
     def stepped(
@@ -84,7 +82,7 @@ class SlotCache:
         waits: bool = True,
     ) -> None:
         """Replace the arrays that a round consumed; `waits` if its entries are still to write."""
-        self._memory.cache = cache
+        self.memory.cache = cache
         self._pending = pending
         self._slots = slots
         self._waits = waits
@@ -105,7 +103,7 @@ class SlotCache:
             if self._slots is None:
                 self._slots = cache_ops.make_slots(*arguments)
             else:
-                joins_B = np.zeros(len(self.table), bool)
+                joins_B = np.zeros(self.table.num_slots, bool)
                 joins_B[list(self._joining)] = True
                 joins_B = self._runner.argument(joins_B)
                 self._slots = cache_ops.join_slots(self._slots, *arguments, joins_B)
@@ -114,19 +112,10 @@ class SlotCache:
 
     # -- requests enter ----------------------------------------------------------------
 
-    def places(
-        self,
-        waiting: Sequence[PartialRequest],
-        fetch_tokens: int,
-        wanted_later: Collection[int] = (),
-    ) -> list[int]:
-        """Return rows for the first waiting requests, one row for each that can run now."""
-        return self._memory.assign(waiting, self.table, fetch_tokens, wanted_later)
-
     def enter(self, requests: Sequence[PartialRequest], rows: Sequence[int]) -> None:
         """Put requests into free rows, and write the keys and values that requests bring."""
         table = self.table
-        memory = self._memory
+        memory = self.memory
         brought = [(p.kv, row) for p, row in zip(requests, rows, strict=True) if p.kv is not None]
         if brought or table.keeps_responses:
             self._settled()  # pending entries must not go to pages that become shared
@@ -135,15 +124,11 @@ class SlotCache:
             if p.kv is None:
                 [held_tokens] = table.reusable_tokens(p.request, [row]).tolist()
                 held_tokens = memory.unshared(row, held_tokens)
-            memory.release(row, held_tokens)
+            memory.pages.release(row, held_tokens)
             table.enter(row, p, held_tokens if p.kv is None else None)
         memory.room_for(requests, brought, table)
         if brought:
             memory.insert(brought)
-
-    def make_room(self, fetch_tokens: int, wanted_later: Collection[int]) -> list[int]:
-        """Reserve room that rows need until the next fetch; return the rows that must leave."""
-        return self._memory.make_room(self.table, fetch_tokens, wanted_later)
 
     # -- missing tokens ----------------------------------------------------------------
 
@@ -160,33 +145,32 @@ class SlotCache:
         if not rows:
             return []
         verifies_B = self.table.verifies_B
-        held_B = self._memory.pages.held_B  # 0: a row that waits for pages
+        held_B = self.memory.pages.held_B  # 0: a row that waits for pages
         return [r for r in rows if not verifies_B[r] and held_B[r]]
 
     def prompts_first(self) -> bool:
         """Return whether to compute prompts in rounds without nodes, since no row is live."""
         table = self.table
-        if not table.num_busy or table.live_B.any():
+        if table.live_B.any() or not table.busy_B.any():
             return False
         return not table.verifies_in_chunks or bool(self.ready())
 
     def draws_next(self, *, waits: bool, may_return: bool = True) -> NextDraws | None:
         """Return the next pass of chunks that draw, or None if a round is next.
 
+        The table verifies in chunks.
         If passes are priced, rows decode until a pass of enough rows pays; with `may_return`,
         decoding rows can join a pass. Without prices, a pass runs immediately until more than half
         of the busy rows are live; from then on rows wait for a full pass, or until no request
         `waits` for a slot.
         """
         table = self.table
-        if not table.verifies_in_chunks:
-            return None
         (verifying,) = np.nonzero(table.verifies_B)
-        rows = [row for row in verifying.tolist() if self._memory.pages.held_B[row]]
+        rows = [row for row in verifying.tolist() if self.memory.pages.held_B[row]]
         assert table.cached is not None
         decoding = np.nonzero(table.live_B & table.cached.watched_B & (table.cached.end_B > 0))[0]
         price = table.cached.price
-        may_return = may_return and price is not None and price.has_passes(len(table))
+        may_return = may_return and price is not None and price.has_passes(table.num_slots)
         if price is not None and table.num_prompts_missing > int(table.live_B.sum()):
             if self.ready():
                 return None  # rounds compute prompts too, passes do not
@@ -198,7 +182,7 @@ class SlotCache:
             return None
         if table.cached.price is None:
             num_live = int(table.live_B.sum())
-            is_full = len(rows) >= self._runner.drawing_chunks(len(table))[-1]
+            is_full = len(rows) >= self._runner.drawing_chunks(table.num_slots)[-1]
             if waits and not is_full and 2 * num_live > table.num_busy:
                 return None
             return NextDraws(rows, 0 < num_live and len(rows) <= self._runner.beside_chunks[-1])
@@ -214,14 +198,14 @@ class SlotCache:
         chosen = table.cached.price.best_pass(
             expected_R[order],
             self._bucket,
-            alone=runner.drawing_chunks(len(table)),
+            alone=runner.drawing_chunks(table.num_slots),
             beside=runner.beside_chunks,
         )
         count = 0 if chosen is None else chosen.num_chunks
         taken = [rows[i] for i in order[:count].tolist()]
         self.decode_instead([row for row in verifying if row not in taken])
         for row in set(taken).difference(verifying):
-            if self._memory.reserve(row, table.tokens_if_verified(row)):
+            if self.memory.pages.reserve(row, table.tokens_if_verified(row)):
                 table.verify_again(row)
                 self.changed()
             else:
@@ -231,14 +215,14 @@ class SlotCache:
         return NextDraws(taken, chosen.is_beside)
 
     def decode_cheap(self, rows: Sequence[int]) -> None:
-        """Have entering rows decode if even a full pass of such rows would not pay."""
+        """Have entering rows, which verify in chunks, decode if even a full pass would not pay."""
         table = self.table
         cached = self.table.cached
-        if cached is None or cached.price is None or not table.verifies_in_chunks:
+        if cached is None or cached.price is None:
             return
         price = cached.price
         at = self._bucket
-        sizes = self._runner.drawing_chunks(len(table))
+        sizes = self._runner.drawing_chunks(table.num_slots)
         expected_R = cached.expected_tokens(rows, table.emitted_B, table.limit_B)
         cheap_R = (expected_R > 0) & ~price.may_pay(expected_R, at, sizes)
         self.decode_instead(np.asarray(rows)[cheap_R].tolist())
@@ -246,7 +230,7 @@ class SlotCache:
     @property
     def _bucket(self) -> Bucket:
         table = self.table
-        return Bucket(len(table), self.num_positions, table.num_busy, int(table.live_B.sum()))
+        return Bucket(table.num_slots, self.num_positions, table.num_busy, int(table.live_B.sum()))
 
     def decode_instead(self, rows: Sequence[int]) -> None:
         """Have rows decode instead of verifying their cached tokens in chunks."""
@@ -255,11 +239,10 @@ class SlotCache:
             if not self.table.missing_tokens_B[row]:
                 self.joined([row])
 
-    def next_chunks(self) -> np.ndarray:
-        """Return the chunks that a round computes besides its nodes, for `Chunks.of_table`."""
+    def next_chunks(self, rows: Sequence[int]) -> np.ndarray:
+        """Return the chunks of `ready` rows that a round computes, for `Chunks.of_table`."""
         table = self.table
         T = self._runner.config.prefill_rows
-        rows = self.ready()
         assert rows or table.live_B.any(), self._stuck()
         size = T, self._runner.chunk_tokens
         return self._chunks(rows, size, table.cached_tokens_B, most_of_row=T)
@@ -274,7 +257,7 @@ class SlotCache:
 
         With enough rows there are at least `num_at_once` passes.
         """
-        parts = self._runner.pass_parts(len(rows), len(self.table))
+        parts = self._runner.pass_parts(len(rows), self.table.num_slots)
         ends = np.cumsum(parts).tolist()
         starts = [0, *ends[:-1]]
         pairs = zip(starts, ends, parts, strict=True)
@@ -291,31 +274,30 @@ class SlotCache:
         num_chunks, C = size
         table_TX = self._runner.no_chunks(num_chunks, C)
         held_B = self.table.known_tokens_B - self.table.missing_tokens_B
-        starts = (
-            (row, at)
-            for row in rows
-            for at in itertools.islice(range(held_B[row], end_B[row], C), most_of_row)
-        )
-        for i, (row, start) in enumerate(itertools.islice(starts, num_chunks)):
-            tokens = self.table.tokens_BL[row, start : min(start + C, end_B[row])]
-            table_TX[i, : 2 + len(tokens)] = row, start, *tokens
+        i = 0
+        for row in rows:
+            for start in range(held_B[row], end_B[row], C)[:most_of_row]:
+                if i == num_chunks:
+                    return table_TX
+                tokens = self.table.tokens_BL[row, start : min(start + C, end_B[row])]
+                table_TX[i, :2] = row, start
+                table_TX[i, 2 : 2 + len(tokens)] = tokens
+                i += 1
         return table_TX
 
     def _stuck(self) -> str:
-        return f"a round that would do nothing: {self._memory.books(self.table)}"
+        return f"a round that would do nothing: {self.memory.books(self.table)}"
 
     def _fills(self) -> tuple[list[tuple[int, int]], list[int]]:
         table = self.table
         if not (missing := table.lacking()):  # as in most rounds
             return [], []
-        return admission.fills(
-            missing, table.prompts, self._memory.pages.part_B, table.busy_B.tolist()
-        )
+        return admission.fills(missing, table.prompts, self.memory.pages.part_B, table.busy_B)
 
     def write_chunks(self, entries: Entries, chunks_TX: np.ndarray) -> int:
         """Write the chunk entries of a round; return how many of their tokens rows lacked."""
         chunks = self._runner.argument(chunks_TX)
-        self._memory.cache = cache_ops.write_chunks(self._memory.held, entries, chunks)
+        self.memory.cache = cache_ops.write_chunks(self.memory.held, entries, chunks)
         C = chunks_TX.shape[1] - 2
         result = 0
         for row, start in chunks_TX[chunks_TX[:, 0] >= 0, :2].tolist():
@@ -366,18 +348,18 @@ class SlotCache:
 
     # -- the batch ---------------------------------------------------------------------
 
-    def reset(self, table: SlotTable) -> None:
+    def reset(self, table: SlotTable, fetch_tokens: int) -> None:
         """Start with an empty table and an empty cache; keep cache buffers that fit."""
         self.table = table
-        self._memory.reset(len(table))
+        self.memory.reset(table.num_slots, fetch_tokens)
         self.num_positions = self._runner.num_positions
-        self._pending = self._runner.empty_pending(len(table))
+        self._pending = self._runner.empty_pending(table.num_slots)
         self._waits = False
         self._slots = None
 
     def drop(self) -> None:
         """Drop the cache, after a failed step that may have consumed it or to free its memory."""
-        self._memory.cache = self._pending = self._slots = None
+        self.memory.cache = self._pending = self._slots = None
 
     def fit(self, num_requests: int, wanted_later: Collection[int]) -> None:
         """Halve the rows while all requests fit into half of the rows; double while they do not.
@@ -385,22 +367,22 @@ class SlotCache:
         The batch does not shrink while a row lacks tokens, so that fewer sizes of rounds have
         chunks.
         """
-        config = self._runner.config
         table = self.table
+        wanted = self._slot_bucket(num_requests)
         shrinks = not table.keeps_responses  # a dialogue continues free rows
-        while shrinks and config.slot_bucket(num_requests) < len(table) and not table.lacking():
-            half = config.slot_bucket(-(-len(table) // 2))
-            rows = self._memory.kept_rows(table, table.most_useful(wanted_later), half)
+        while shrinks and wanted < table.num_slots and not table.lacking():
+            half = self._slot_bucket(-(-table.num_slots // 2))
+            rows = self.memory.kept_rows(table, table.most_useful(wanted_later), half)
             if rows is None:
                 break
             self._take_rows(rows)
-        while config.slot_bucket(num_requests) > (before := len(table)):
+        while wanted > (before := table.num_slots):
             self._settled()
-            table.widen(more := config.slot_bucket(before + 1))
-            self._take_rows(self._memory.widened(before, more))
+            table.widen(more := self._slot_bucket(before + 1))
+            self._take_rows(self.memory.widened(before, more))
 
     def _take_rows(self, rows: Sequence[int]) -> None:
-        memory = self._settled() if self._waits else self._memory
+        memory = self._settled() if self._waits else self.memory
         memory.take_rows(rows)
         self.table.keep(rows)
         self._pending = self._runner.empty_pending(len(rows))
@@ -408,4 +390,4 @@ class SlotCache:
 
     def wait_in_turn(self) -> None:
         """Wait for moves of rows before other programs start: processes share arrays."""
-        self._runner.in_turn(self._memory.cache)
+        self._runner.in_turn(self.memory.cache)

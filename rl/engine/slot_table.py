@@ -78,6 +78,7 @@ class SlotTable:
     ) -> None:
         B = num_slots
         L = max_tokens
+        self.num_slots = num_slots
         self.num_adapters = num_adapters
         self.keeps_responses = keeps_responses  # in free rows, for prompts that continue them
         self.endings = endings or Endings(SamplingConfig())
@@ -110,9 +111,6 @@ class SlotTable:
         self.not_finite_B = np.zeros(B, bool)  # stopped by logits that are not finite
         self.processing_B3 = np.ones((B, 3), np.float32)  # temperature, top_k, top_p
 
-    def __len__(self) -> int:
-        return len(self.busy_B)
-
     @property
     def num_busy(self) -> int:
         return int(self.busy_B.sum())
@@ -139,6 +137,8 @@ class SlotTable:
     @property
     def verifies_B(self) -> np.ndarray:
         """Return the rows that lack only tokens that draws in chunks decide on."""
+        if not self.verifies_in_chunks:
+            return np.zeros(self.num_slots, bool)
         unsure_B = self.known_tokens_B - self.cached_tokens_B
         return self.busy_B & (unsure_B > 0) & (self.missing_tokens_B == unsure_B)
 
@@ -175,8 +175,9 @@ class SlotTable:
         if num_tokens >= self.prompt_tokens_B[row] - 1:
             self.prompts[row] = int(self.prompt_B[row])
         sure = int(self.total_tokens_B[row]) - 1
-        held = min(num_tokens, sure)  # draws decide on the rest
-        self.missing_tokens_B[row] = missing = int(self.known_tokens_B[row]) - held
+        known = int(self.known_tokens_B[row]) if self.verifies_in_chunks else sure
+        missing = known - min(num_tokens, sure)  # draws decide on the rest
+        self.missing_tokens_B[row] = missing
         return before - missing
 
     def enter(self, row: int, partial: PartialRequest, filled_tokens: int | None = None) -> None:
@@ -297,18 +298,16 @@ class SlotTable:
 
     def ended_rows(self) -> list[int]:
         """Return the busy rows with a complete response."""
-        return np.nonzero(self.busy_B & self._is_whole_B)[0].tolist()
+        is_whole_B = self.stopped_B | (self.emitted_B >= self.final_B)
+        return np.nonzero(self.busy_B & is_whole_B)[0].tolist()
 
     def chunk_ended_rows(self) -> list[int]:
         """Return the rows with a complete chunk of an incomplete response."""
         if (self.limit_B == self.final_B).all():  # whole requests have no chunks
             return []
-        at_end_B = self.emitted_B >= self.limit_B
-        return np.nonzero(self.busy_B & at_end_B & ~self._is_whole_B)[0].tolist()
-
-    @property
-    def _is_whole_B(self) -> np.ndarray:
-        return self.stopped_B | (self.emitted_B >= self.final_B)
+        emitted_B = self.emitted_B
+        is_whole_B = self.stopped_B | (emitted_B >= self.final_B)
+        return np.nonzero(self.busy_B & (emitted_B >= self.limit_B) & ~is_whole_B)[0].tolist()
 
     def extend(self, row: int, max_tokens: int) -> None:
         """Allow the request of a row `max_tokens` more tokens."""
@@ -427,7 +426,7 @@ class SlotTable:
         """Return all rows, busy rows first, then rows that hold a `wanted` prompt."""
         pairs = zip(self.busy_B.tolist(), self.prompts, strict=True)
         rank = [(not busy, prompt not in wanted) for busy, prompt in pairs]
-        return sorted(range(len(self)), key=rank.__getitem__)
+        return sorted(range(self.num_slots), key=rank.__getitem__)
 
     def _arrays(self) -> dict[str, np.ndarray]:
         return {name: x for name, x in vars(self).items() if isinstance(x, np.ndarray)}
@@ -435,6 +434,7 @@ class SlotTable:
     def keep(self, rows: Sequence[int]) -> None:
         """Move row `rows[i]` to row i; drop all other rows."""
         self._live = None
+        self.num_slots = len(rows)
         self.started = [self.started[b] for b in rows]
         self.prompts = [self.prompts[b] for b in rows]
         for name, array in self._arrays().items():
@@ -445,7 +445,8 @@ class SlotTable:
     def widen(self, num_slots: int) -> None:
         """Append free rows, up to `num_slots`."""
         self._live = None
-        more = num_slots - len(self)
+        more = num_slots - self.num_slots
+        self.num_slots = num_slots
         self.started += [None] * more
         self.prompts += [None] * more
         for name, array in self._arrays().items():
@@ -457,10 +458,10 @@ class SlotTable:
 
     def device_columns(self) -> np.ndarray:
         """Return int32 [B, columns], in the order of `rl.engine.cache_ops.COLUMNS`."""
-        last_B = self.tokens_BL[np.arange(len(self)), self.cached_tokens_B]
+        cached_tokens_B = self.cached_tokens_B
         columns = (
-            last_B,
-            self.cached_tokens_B,
+            self.tokens_BL[np.arange(self.num_slots), cached_tokens_B],
+            cached_tokens_B,
             self.emitted_B,
             self.limit_B,
             self.live_B,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,6 +38,7 @@ class Speculator:
         in_time = self.drafter is None or not self.drafter.arrives_later
         self._undrafted = PlainSpell(RequestIndex(), *(UNDRAFTED_ROUNDS if in_time else (1, 1)))
         self._config = config
+        self._sizes = functools.cache(config.node_sizes)
         self._stats = stats
         self.in_rounds: RoundsDrafter | None = None  # can draft on the device, as last decided
         self._drafted_A: np.ndarray | None = None  # requests with drafts; None if every request
@@ -69,28 +71,27 @@ class Speculator:
         Requests that may keep more of their cached response have no other drafts. Nothing is
         drafted while most rows lack their prompt.
         """
-        sizes = self._config.node_sizes(num_slots)
+        sizes = self._sizes(num_slots)
         rounds = self._config.rounds_per_fetch
         if num_missing:
             few = num_missing <= len(live)  # else `Rounds` computes prompts until few are missing
             sizes = self._config.sizes_beside_prompts(num_slots) if few else []
             if not sizes and self.drafter is not None:
                 rounds = 1
-        undrafted = plain(num_slots, rounds)
         self._drafted_A = None
         # the last token of a response is never drafted: verifying the token before draws it
         left_A = np.minimum(live.remaining_tokens_A - 1, self._config.max_nodes - 1)
-        chained_A = np.zeros(len(live), bool)
+        max_A = np.zeros_like(live.rows_A)
+        chained_A = max_A > 0
         if cached is not None:
             chained_A = cached.goes_on(live.rows_A)
-        max_A = np.zeros(len(live), np.int32)
         may_draft = sizes and not self._undrafted.lasts(live, num_slots)
         if self.drafter is not None and may_draft:
             self.drafter.skipped = self._budget.skips(live, num_slots, num_positions)
             max_A = np.minimum(self._budget.limits(live, num_slots), left_A).astype(np.int32)
             max_A[chained_A] = 0
         if not max_A.any() and not chained_A.any():
-            return None, undrafted
+            return None, plain(num_slots, rounds)
         can_be_unseen = not num_missing and not chained_A.any()
         unseen = self._unseen(live, sizes, num_slots) if can_be_unseen else None
         if unseen is not None:
@@ -128,28 +129,29 @@ class Speculator:
     def _propose(self, live: LiveSlots, max_A: np.ndarray) -> Drafts:
         """Return drafts; the drafter sees only requests that may have drafts."""
         max_nodes = self._config.max_nodes - 1
-        if (max_A > 0).all():
-            drafts = self._drafts_of(live, max_A)
-            self._lags = False
-            return drafts
-        self._drafted_A = max_A > 0
-        drafts = no_drafts(len(live), max_nodes)
-        if self._drafted_A.any():
-            some = live.take(self._drafted_A)
-            drafts.put(self._drafted_A, self._drafts_of(some, max_A[self._drafted_A]))
-        return drafts
-
-    def _drafts_of(self, live: LiveSlots, max_A: np.ndarray) -> Drafts:
+        drafted_A = max_A > 0
+        some = live
+        if not drafted_A.all():
+            self._drafted_A = drafted_A
+            some = live.take(drafted_A)
+            max_A = max_A[drafted_A]
+        if not len(max_A):
+            return no_drafts(len(drafted_A), max_nodes)
         assert self.drafter is not None, "nobody may draft"
         if self._lags:
-            self.drafter.catch_up(live)
-        drafts = self.drafter.propose(live, max_A, self._config.max_nodes - 1)
-        if len(drafts.count_A) != len(live):
+            self.drafter.catch_up(some)
+        drafts = self.drafter.propose(some, max_A, max_nodes)
+        if len(drafts.count_A) != len(max_A):
             raise ValueError(
                 f"{type(self.drafter).__name__}.propose gave {len(drafts.count_A)} drafts for "
-                f"{len(live)} requests: expected one each"
+                f"{len(max_A)} requests: expected one each"
             )
-        return drafts
+        if some is live:
+            self._lags = False
+            return drafts
+        every = no_drafts(len(drafted_A), max_nodes)
+        every.put(drafted_A, drafts)
+        return every
 
     def num_cached(self, drafts: Drafts | None, decision: DraftDecision) -> int:
         """Return how many tokens of cached responses the round verified."""
@@ -175,15 +177,16 @@ class Speculator:
         else:
             acceptance = round_acceptance(drafts, taken_A, tokens_AN, emitted_A)
             self._stats.count(drafts, acceptance)
-        observed = acceptance
         drafted_A = self._drafted_A
+        if self.drafter is None or (drafted_A is not None and not drafted_A.any()):
+            return acceptance
+        observed = acceptance
         if drafted_A is not None:
             live = live.take(drafted_A)
             drafts = drafts.take(drafted_A)
             observed = acceptance.take(drafted_A)
-        if self.drafter is not None and len(live):
-            self._budget.observe(live, drafts, observed)
-            self.drafter.observe(drafts, observed)
+        self._budget.observe(live, drafts, observed)
+        self.drafter.observe(drafts, observed)
         return acceptance
 
     def observe_unseen(self, live: LiveSlots, r: DraftedRound, count_B: np.ndarray) -> np.ndarray:

@@ -68,16 +68,6 @@ class RoundRecord:
         """Return the number of rounds, at least one."""
         return max(int(self.rounds_A.max(initial=0)), 1)
 
-    @property
-    def fetch_s(self) -> float:
-        """Return the seconds of the fetch after admission."""
-        return self.ended_s - self.ready_s
-
-    @property
-    def round_s(self) -> float:
-        """Return the seconds per round after admission."""
-        return self.fetch_s / self.num_rounds
-
     def seconds_in(self, times: RoundTimes, num_nodes: int) -> float | None:
         """Return the measured seconds of a round of these rows with `num_nodes` nodes."""
         live_tokens = float(self.cached_tokens_A.mean()) if len(self.cached_tokens_A) else None
@@ -174,8 +164,8 @@ class EngineStats:
 
     def count(self, drafts: Drafts, acceptance: Acceptance) -> None:
         """Add the draft tokens that a round verified."""
-        self.drafted_by_source += by_source(drafts, acceptance.observed_AN)
-        self.accepted_by_source += by_source(drafts, acceptance.accepted_AN)
+        self.drafted_by_source += by_source(drafts.sources_AN, acceptance.observed_AN)
+        self.accepted_by_source += by_source(drafts.sources_AN, acceptance.accepted_AN)
 
     @property
     def drafted_nodes(self) -> int:
@@ -214,20 +204,20 @@ def speculation_metrics(stats: EngineStats, times: RoundTimes | None = None) -> 
         metrics["spec/accepted_tokens"] = float(accepted - of_cached)
         metrics["spec/seconds_saved"] = seconds_saved(without_reuse(clean), times)
         metrics["spec/disturbed_seconds"] = _seconds(stats.timeline) - _seconds(clean)
-    rounds = [r for r in stats.timeline if r.drafted]
+    rounds = [r for r in stats.timeline if r.num_nodes > r.num_slots]
     if not rounds:
         return metrics
-    clean = [r for r in clean if r.drafted]
-    requests = sum(int(r.rounds_A.sum()) for r in rounds)
-    emitted = sum(int(r.emitted_A.sum()) for r in rounds)
+    clean = [r for r in clean if r.num_nodes > r.num_slots]
+    requests = sum([int(r.rounds_A.sum()) for r in rounds])
+    emitted = sum([int(r.emitted_A.sum()) for r in rounds])
     metrics |= {
         "spec/accept_rate": accepted / max(drafted, 1),
         "spec/tokens_per_round": emitted / requests,
         "spec/drafted_per_round": drafted / requests,
         "spec/speculated_fraction": accepted / max(stats.tokens, 1),
         "spec/wasted_nodes": float(drafted - accepted),
-        "spec/draft_seconds": sum(r.drafted_s - r.ready_s for r in clean),
-        "spec/verify_seconds": sum(r.fetched_s - r.called_s for r in clean),
+        "spec/draft_seconds": sum([r.drafted_s - r.ready_s for r in clean]),
+        "spec/verify_seconds": sum([r.fetched_s - r.called_s for r in clean]),
         "spec/host_share": host_share(clean),
     }
     for source in Source:
@@ -257,26 +247,30 @@ def undisturbed(
     for r in clean:
         kind = bool(r.prompt_tokens), bool(r.cached_nodes), bool(r.cached_in_chunks)
         alike.setdefault((r.num_slots, r.num_nodes, r.num_positions, *kind), []).append(r)
-    medians = {
-        key: (np.median([r.fetch_s for r in some]), np.median([r.round_s for r in some]))
-        for key, some in alike.items()
-    }
-    table = {key: times(*key[:3]) if times and not any(key[3:]) else None for key in alike}
-    many = [key for key, some in alike.items() if table[key] and len(some) >= FEW]
-    paces = [medians[key][1] / table[key] for key in many]
+    seconds = {}  # of each kind: the fetches, their numbers of rounds, and a round in the table
+    paces = []
+    for key, some in alike.items():
+        fetch_s = np.array([r.ended_s - r.ready_s for r in some])
+        num_rounds = np.array([max(int(r.rounds_A.max(initial=0)), 1) for r in some])
+        table_s = times(*key[:3]) if times and not any(key[3:]) else None
+        seconds[key] = fetch_s, num_rounds, table_s
+        if table_s and len(some) >= FEW:
+            paces.append(np.median(fetch_s / num_rounds) / table_s)
     paused = set[int]()
     for key, some in alike.items():
-        fetch_s, round_s = medians[key]
+        fetch_s, num_rounds, table_s = seconds[key]
+        usual_s = np.median(fetch_s)
+        usual_round_s = np.median(fetch_s / num_rounds)
         if len(some) < FEW:
-            known = bool(paces and table[key])
-            fetch_s = 0.0
-            round_s = table[key] * np.median(paces) if known else math.inf
-        paused |= {id(r) for r in some if r.fetch_s > PAUSE * max(fetch_s, r.num_rounds * round_s)}
+            usual_s = 0.0
+            usual_round_s = table_s * np.median(paces) if paces and table_s else math.inf
+        is_pause = fetch_s > PAUSE * np.maximum(usual_s, num_rounds * usual_round_s)
+        paused |= {id(some[i]) for i in np.nonzero(is_pause)[0].tolist()}
     return [r for r in clean if id(r) not in paused]
 
 
 def _seconds(rounds: Sequence[RoundRecord]) -> float:
-    return sum(r.ended_s - r.began_s for r in rounds)
+    return sum([r.ended_s - r.began_s for r in rounds])
 
 
 def without_reuse(rounds: Sequence[RoundRecord]) -> list[RoundRecord]:
@@ -294,7 +288,7 @@ def seconds_saved(rounds: Sequence[RoundRecord], times: RoundTimes) -> float:
     """
     saved_s = 0.0
     for r in rounds:
-        if not r.drafted:
+        if r.num_nodes == r.num_slots:
             saved_s -= r.drafted_s - r.ready_s - r.pricing_seconds
             continue
         plain_s = r.seconds_in(times, r.num_slots)
@@ -303,7 +297,8 @@ def seconds_saved(rounds: Sequence[RoundRecord], times: RoundTimes) -> float:
         if r.prompt_tokens:  # a budget that needs no table has measured plain rounds only
             device_s = r.seconds_in(times, r.num_nodes) or device_s
         tokens = float(r.emitted_A[r.rounds_A > 0].mean())
-        saved_s += tokens * plain_s - (host_seconds([r]) - r.pricing_seconds) - device_s
+        host_s = r.called_s - r.ready_s + r.ended_s - r.fetched_s - r.pricing_seconds
+        saved_s += tokens * plain_s - host_s - device_s
     return saved_s
 
 
@@ -317,7 +312,7 @@ def tail_seconds(rounds: Sequence[RoundRecord]) -> float:
 def cached_seconds(rounds: Sequence[RoundRecord]) -> float:
     """Return the seconds of rounds, weighted by the share of cached tokens in each round."""
     return sum(
-        r.fetch_s
+        (r.ended_s - r.ready_s)
         * (r.cached_nodes + r.cached_in_chunks)
         / (r.num_nodes + r.prompt_tokens + r.cached_in_chunks)
         for r in undisturbed(rounds)
@@ -326,12 +321,12 @@ def cached_seconds(rounds: Sequence[RoundRecord]) -> float:
 
 def host_share(rounds: Sequence[RoundRecord]) -> float:
     """Return the fraction of time after admission that the device waited for the host."""
-    return host_seconds(rounds) / max(sum(r.fetch_s for r in rounds), 1e-9)
+    return host_seconds(rounds) / max(sum([r.ended_s - r.ready_s for r in rounds]), 1e-9)
 
 
 def host_seconds(rounds: Sequence[RoundRecord]) -> float:
     """Return the seconds of drafting, packing, calling and committing."""
-    return sum(r.called_s - r.ready_s + r.ended_s - r.fetched_s for r in rounds)
+    return sum([r.called_s - r.ready_s + r.ended_s - r.fetched_s for r in rounds])
 
 
 def save_timeline(folder: Path, step: int, rounds: Sequence[RoundRecord]) -> None:

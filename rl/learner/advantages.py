@@ -197,7 +197,7 @@ def reward_statistics(
     stds = [float(values.std(ddof=1)) if _differ(values) else 0.0 for _, values in groups]
     stats = {
         "reward/skipped_samples": float(len(rewards) - len(scored)),
-        "reward/groups_of_one": float(sum(len(indices) == 1 for indices, _ in groups)),
+        "reward/groups_of_one": float(sum([len(indices) == 1 for indices, _ in groups])),
     }
     if scored:
         stats["reward"] = float(np.mean(scored))

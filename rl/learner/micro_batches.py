@@ -138,13 +138,10 @@ def micro_batches(samples: Sequence[TrainSample], shape: Shape) -> list[Packed]:
 
     Raises ValueError if a sample does not fit into a row.
     """
-    with_critic = any(sample.critic_targets is not None for sample in samples)
-
-    def fill(batch: MicroBatch, e: int, i: int, places: np.ndarray) -> None:
-        _fill(batch, e, samples[i], places)
-
+    with_critic = any([sample.critic_targets is not None for sample in samples])
     responses = [sample.response for sample in samples]
-    return pack(responses, shape, partial(empty, shape, with_critic=with_critic), fill)
+    blank = partial(empty, shape, with_critic=with_critic)
+    return pack(responses, shape, blank, partial(_fill, samples))
 
 
 def pack(
@@ -182,12 +179,8 @@ def empty(shape: Shape, *, with_critic: bool = False) -> MicroBatch:
     T = shape.length
     E = shape.samples
 
-    def ints_BT() -> np.ndarray:
-        return np.zeros((B, T), np.int32)
-
-    def floats_EM() -> np.ndarray:
-        return np.zeros((E, T), np.float32)
-
+    ints_BT = partial(np.zeros, (B, T), np.int32)
+    floats_EM = partial(np.zeros, (E, T), np.float32)
     inputs = LossInputs(
         mask_BT=np.zeros((E, T), bool),
         advantages_B=np.zeros(E, np.float32),
@@ -229,11 +222,14 @@ def _pack(
             fill(batch, e, i, c * part.rows * part.length + index)
             places.append(e)
     order = np.concatenate([layout.order for layout in layouts])
-    return Packed(batch, order, np.array(places), sum(x.used_positions for x in layouts))
+    return Packed(batch, order, np.array(places), sum([x.used_positions for x in layouts]))
 
 
-def _fill(batch: MicroBatch, e: int, sample: TrainSample, places: np.ndarray) -> None:
-    """Fill row e of the loss inputs."""
+def _fill(
+    samples: Sequence[TrainSample], batch: MicroBatch, e: int, i: int, places: np.ndarray
+) -> None:
+    """Fill row e of the loss inputs with sample i."""
+    sample = samples[i]
     t = sample.trajectory
     n = len(places)
     batch.processing_BT.put(places, sample.sampling)
@@ -256,5 +252,5 @@ def _fill(batch: MicroBatch, e: int, sample: TrainSample, places: np.ndarray) ->
 
 def padding_fraction(packed: Sequence[Packed]) -> float:
     """Return the share of positions on the device that hold no token."""
-    positions = sum(p.batch.tokens_BT.size for p in packed)
-    return 1.0 - sum(p.used_positions for p in packed) / positions if positions else 0.0
+    positions = sum([p.batch.tokens_BT.size for p in packed])
+    return 1.0 - sum([p.used_positions for p in packed]) / positions if positions else 0.0

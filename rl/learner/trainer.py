@@ -270,7 +270,9 @@ def update(
     samples = micro_batches.select(trajectories, advantages, learner.sampling, **masks)
     leave = partial(on_pass, True)
     samples = with_logprobs(learner.policy(state.params), samples, learner, leave)
-    samples, critic_metrics = _with_critic_targets(state, samples, learner, leave)
+    critic_metrics = dict[str, float]()
+    if recipe.algorithm.resolved.needs_critic:
+        samples, critic_metrics = _with_critic_targets(state, samples, learner, leave)
     steps: list[tuple[_StepInputs, list[Report]]] = []
     applied = skipped = num_micro_batches = 0
     for number, part in enumerate(_minibatches(samples, step, learner), start=1):
@@ -288,8 +290,12 @@ def update(
             continue
         applied += inputs.moves
         steps.append((inputs, reports))
+    # the mean of −log p over all drawn tokens is an unbiased estimate of the mean entropy; the
+    # exact entropy would take a pass over responses without a gradient
+    total = sum([t.logprobs.sum(dtype=np.float64) for t in trajectories])
+    num_tokens = sum([len(t.logprobs) for t in trajectories])
     counts = {
-        "entropy": _entropy(trajectories),
+        "entropy": -float(total) / max(num_tokens, 1),
         "batch/samples": float(len(samples)),
         "batch/left_out": float(len(trajectories) - len(samples)),
         "batch/optimizer_steps": float(applied),
@@ -298,15 +304,6 @@ def update(
         "update/without_gradient": float(max(len(steps), not samples) - applied),
     }
     return state, _metrics(steps, counts, critic_metrics) if steps else counts
-
-
-def _entropy(trajectories: Sequence[Trajectory]) -> float:
-    """Return the mean of −log p over all drawn tokens: an unbiased estimate of the mean entropy.
-
-    The exact entropy would take a pass over responses without a gradient.
-    """
-    total = sum(t.logprobs.sum(dtype=np.float64) for t in trajectories)
-    return -float(total) / max(sum(t.num_tokens for t in trajectories), 1)
 
 
 def _minibatches(
@@ -324,13 +321,10 @@ def _minibatches(
 def _with_critic_targets(
     state: TrainState, samples: list[TrainSample], learner: Learner, on_pass: Callable[[], None]
 ) -> tuple[list[TrainSample], dict[str, float]]:
-    """Return samples with targets of the critic, if the algorithm has a critic, and its metrics."""
-    algorithm = learner.recipe.algorithm
-    if not algorithm.resolved.needs_critic:
-        return samples, {}
+    """Return samples with targets of the critic, and its metrics."""
     if state.critic is None:
         raise ValueError(
-            f"{algorithm.name} needs a critic, got a state without one: "
+            f"{learner.recipe.algorithm.name} needs a critic, got a state without one: "
             "dataclasses.replace(state, critic=rl.learner.critic.init(policy, recipe))"
         )
     return critic.evaluate(state.critic.params, samples, learner.shape, learner.recipe, on_pass)
@@ -406,9 +400,9 @@ class _StepInputs:
     ) -> _StepInputs:
         """Pack the samples that have a gradient; all samples count in the normaliser."""
         algorithm = learner.recipe.algorithm
-        num_tokens = sum(s.trajectory.num_tokens for s in samples)
+        num_tokens = sum([len(s.trajectory.response_ids) for s in samples])
         aggregation = algorithm.resolved.aggregation
-        limit_tokens = sum(s.sampling.max_new_tokens for s in samples)
+        limit_tokens = sum([s.sampling.max_new_tokens for s in samples])
         divisor = losses.normaliser_of(num_tokens, len(samples), aggregation, limit_tokens)
         scalars = StepScalars(np.float32(divisor), np.float32(num_tokens), np.bool_(unmoved))
         has_other_terms = algorithm.has_kl_loss or algorithm.resolved.needs_critic

@@ -30,7 +30,7 @@ def step_metrics(
     `tasks` has the task name of each trajectory, and is empty for a single task. Off-policyness is
     the number of updates between the policy that drew a token and the policy of `step`.
     """
-    slot_rounds = sum(slots * count for (slots, _, _), count in stats.rounds.items())
+    slot_rounds = sum([slots * count for (slots, _, _), count in stats.rounds.items()])
     metrics: dict[str, Any] = {
         "completions/count": len(trajectories),
         "rollout/rounds": sum(stats.rounds.values()),
@@ -40,8 +40,8 @@ def step_metrics(
         "rollout/slot_use": stats.tokens / slot_rounds if slot_rounds else 0.0,
         "rollout/generated_tokens": stats.tokens - stats.cached.kept_tokens,
         "rollout/tail_s": tail_seconds(stats.timeline),
-        "rollout_tokens": sum(t.num_tokens for t in trajectories),
-        "rewards/failures": sum(s.failure is not None for s in scores),
+        "rollout_tokens": sum([len(t.response_ids) for t in trajectories]),
+        "rewards/failures": sum([s.failure is not None for s in scores]),
     }
     if trajectories:  # empty if all groups continue in the next step
         metrics |= _response_metrics(trajectories, scores, step, tasks)
@@ -58,7 +58,7 @@ def _response_metrics(
     trajectories: Sequence[Trajectory], scores: Sequence[Score], step: int, tasks: Sequence[str]
 ) -> dict[str, Any]:
     staleness = step - 1 - np.concatenate([t.policy_versions for t in trajectories])
-    lengths = np.array([t.num_tokens for t in trajectories])
+    lengths = np.array([len(t.response_ids) for t in trajectories])
     ended = np.array([not t.truncated for t in trajectories])
     metrics: dict[str, Any] = {
         "completions/mean_length": float(lengths.mean()),
@@ -109,7 +109,7 @@ def sample_rows(
             "reward_failure": score.failure,
             "advantage": advantage,
             "logprob": float(t.logprobs.sum()),
-            "num_tokens": t.num_tokens,
+            "num_tokens": len(t.response_ids),
             "finish_reason": str(t.finish_reason),
         }
         for t, completion, score, advantage in rows

@@ -80,10 +80,7 @@ class Row:
 
     free: int
     parts: list[tuple[int, list[int]]] = dataclasses.field(default_factory=list)
-
-    @property
-    def num_samples(self) -> int:
-        return sum(len(indices) for _, indices in self.parts)
+    num_samples: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -126,7 +123,7 @@ def plan(responses: Sequence[Response], shape: Shape) -> list[list[Row]]:
     batches: list[list[Row]] = []
     for row in _fill_rows(responses, shape):
         for rows in batches:
-            num_samples = sum(r.num_samples for r in rows) + row.num_samples
+            num_samples = sum([r.num_samples for r in [*rows, row]])
             if len(rows) < shape.rows and num_samples <= shape.samples:
                 rows.append(row)
                 break
@@ -142,44 +139,44 @@ def _fill_rows(responses: Sequence[Response], shape: Shape) -> list[Row]:
     rows.
     """
     sizes = [shape.own(r) for r in responses]
+    shared = [shape.shared(r) for r in responses]
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, r in enumerate(responses):
-        if shape.shared(r) + sizes[i] > shape.length:
+        if shared[i] + sizes[i] > shape.length:
             raise ValueError(
                 f"{r.name} has {len(r.prompt_ids) + len(r.tokens)} tokens, a row holds "
                 f"{shape.length + 1}: make the shape with a larger max_tokens"
             )
         groups.setdefault((r.group_id, *r.prompt_ids.tolist()), []).append(i)
 
-    def shared(indices: Sequence[int]) -> int:
-        return shape.shared(responses[indices[0]])
-
-    def size(indices: Sequence[int]) -> int:
-        return shared(indices) + sum(sizes[i] for i in indices)
-
-    chunks: list[list[int]] = []
+    chunks: list[tuple[int, list[int]]] = []  # minus the positions, and the responses
     for indices in groups.values():
         parts: list[list[int]] = []
-        for i in sorted(indices, key=lambda i: -sizes[i]):
-            for part in parts:
-                if len(part) < shape.samples and size([*part, i]) <= shape.length:
+        used: list[int] = []  # positions of each part
+        for i in sorted(indices, key=sizes.__getitem__, reverse=True):
+            for n, part in enumerate(parts):
+                if len(part) < shape.samples and used[n] + sizes[i] <= shape.length:
                     part.append(i)
+                    used[n] += sizes[i]
                     break
             else:
                 parts.append([i])
-        chunks += parts
+                used.append(shared[i] + sizes[i])
+        chunks += [(-size, part) for size, part in zip(used, parts, strict=True)]
 
     rows: list[Row] = []
-    for chunk in sorted(chunks, key=lambda c: (-size(c), c[0])):
-        needed = size(chunk)
-        limit = shape.samples - len(chunk)
-        fitting = [r for r in rows if r.free >= needed and r.num_samples <= limit]
-        row = min(fitting, key=lambda r: r.free, default=None)
+    for minus_size, chunk in sorted(chunks):
+        row = None
+        for one in rows:
+            has_room = one.free >= -minus_size and one.num_samples + len(chunk) <= shape.samples
+            if has_room and (row is None or one.free < row.free):
+                row = one
         if row is None:
             row = Row(shape.length)
             rows.append(row)
-        row.parts.append((shared(chunk), chunk))
-        row.free -= needed
+        row.parts.append((shared[chunk[0]], chunk))
+        row.num_samples += len(chunk)
+        row.free += minus_size
     return rows
 
 
@@ -217,7 +214,7 @@ def lay_out(responses: Sequence[Response], rows: Sequence[Row], shape: Shape) ->
                 at = span.stop
             prompt_BT[b, prompt_at:at] = number
     packing = Packing(positions_BT, prompt_BT, branch_BT)
-    used = sum(T - row.free for row in rows)
+    used = sum([T - row.free for row in rows])
     return Layout(
         tokens_BT,
         targets_BT,

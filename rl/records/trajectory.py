@@ -159,15 +159,18 @@ class PartialRequest:
 def of_prefix(request: Request, prefix: Prefix) -> Trajectory:
     """Return the trajectory of a request that its prefix completes."""
     assert prefix.finish_reason is not None, "the response has not ended"
-    arrays = {k: v for k, v in vars(prefix).items() if k != "reused_tokens"}
-    prompt_ids = np.asarray(request.prompt_ids, np.int32)
     return Trajectory(
-        request.request_id,
-        request.group_id,
-        request.sample_index,
-        prompt_ids,
-        **arrays,
+        request_id=request.request_id,
+        group_id=request.group_id,
+        sample_index=request.sample_index,
+        prompt_ids=np.asarray(request.prompt_ids, np.int32),
+        response_ids=prefix.response_ids,
+        logprobs=prefix.logprobs,
+        policy_versions=prefix.policy_versions,
+        origins=prefix.origins,
+        finish_reason=prefix.finish_reason,
         sampling=request.sampling,
+        emission_logprobs=prefix.emission_logprobs,
     )
 
 
@@ -184,7 +187,7 @@ def check_finite(t: Trajectory) -> None:
 
 def longest_tokens(requests: Sequence[Request], sampling: SamplingConfig) -> int:
     """Return the maximum length of the longest request of a rollout: prompt and response tokens."""
-    return max((len(r.prompt_ids) + r.limit(sampling) for r in requests), default=0)
+    return max([len(r.prompt_ids) + r.limit(sampling) for r in requests], default=0)
 
 
 def check_requests(

@@ -114,7 +114,8 @@ def best_by_size(
 
     Drafts may use a `share` of the nodes that are not roots.
     """
-    widest = [widest_tree(num_slots, size, drafts.max_nodes + 1) - 1 for size in sizes]
+    most = drafts.tokens_AN.shape[1]
+    widest = [widest_tree(num_slots, size, most + 1) - 1 for size in sizes]
     room_S = np.array([round(share * (size - num_slots)) for size in sizes], np.int64)
     widest_S = np.array(widest, np.int64)
     keys_X = _keys(drafts.prob_AN, drafts.count_A, scale_A, max(widest))
@@ -226,7 +227,7 @@ class FixedBudget(Budget):
         self._max_tokens = max_tokens
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
-        return np.full(len(live), self._max_tokens, np.int32)
+        return np.full_like(live.rows_A, self._max_tokens)
 
     def choose_on_device(
         self, live: LiveSlots, max_tokens: int, sizes: Sizes, num_slots: int

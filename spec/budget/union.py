@@ -55,13 +55,14 @@ class DrafterUnion(Drafter):
         if self.skipped:
             wanted_K = np.array([name not in self.skipped for name in self.names])
             worth_K = worth_K & wanted_K if (worth_K & wanted_K).any() else wanted_K
-        chosen = np.nonzero(worth_K)[0].tolist()
-        if not chosen:
-            self._last = {}
+        self._last = {}
+        drafts = list[Drafts]()
+        for k in np.nonzero(worth_K)[0].tolist():
+            own = self._drafters[k].propose(live, max_nodes_A, max_nodes)
+            self._last[k] = int(own.sources_AN.max(initial=0))
+            drafts.append(own)
+        if not drafts:
             return no_drafts(len(live), max_nodes)
-        drafts = [self._drafters[k].propose(live, max_nodes_A, max_nodes) for k in chosen]
-        pairs = zip(chosen, drafts, strict=True)
-        self._last = {k: int(d.sources_AN.max(initial=0)) for k, d in pairs}
         return drafts[0] if len(drafts) == 1 else merge(drafts, max_nodes_A)
 
     def in_rounds(self) -> RoundsDrafter | None:
@@ -79,7 +80,7 @@ class DrafterUnion(Drafter):
         return dict(zip(self.names, self._drafters, strict=False)).get(name)
 
     def observe(self, drafts: Drafts, acceptance: Acceptance) -> None:
-        accepted = by_source(drafts, acceptance.accepted_AN)
+        accepted = by_source(drafts.sources_AN, acceptance.accepted_AN)
         for k, source in self._last.items():
             self._num_requests[k] = DECAY * self._num_requests[k] + len(drafts.count_A)
             self._accepted[k] = DECAY * self._accepted[k] + accepted[source]

@@ -120,7 +120,7 @@ class GroupDrafter(Drafter):
         self._trees: dict[int, int] = {}  # by group
         self._sequences: dict[int, dict[int, int]] = {}  # of each group, by request
         self._seen: dict[int, dict[int, int]] = {}  # indexed token counts, for `DraftServer.fetch`
-        self._index = RequestIndex()
+        self._index = RequestIndex()  # of the requests that still send tokens
         self._sent_F = np.empty(0, np.int64)  # token counts sent or queued for the server
         self._messages: list[Callable[[], None]] = []  # gathered since the last hand-over
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="group")
@@ -176,10 +176,17 @@ class GroupDrafter(Drafter):
         chosen_U = np.nonzero(length_A - sent_A >= at_least)[0]
         if not len(chosen_U):
             return
-        tokens_T, ends = new_tokens(live.take(chosen_U), (first_A + sent_A)[chosen_U])
-        names = live.group_ids_A[chosen_U], live.request_ids_A[chosen_U], sent_A[chosen_U]
-        rows = zip(*(x.tolist() for x in (*names, ends[:-1], ends[1:])), strict=True)
-        pieces = [(group, r, n, tokens_T[start:end]) for group, r, n, start, end in rows]
+        known_U = (first_A + sent_A)[chosen_U]
+        total_U = live.total_tokens_A[chosen_U].astype(np.int64)
+        tokens_T, ends_U = new_tokens(live.tokens_BL, live.rows_A[chosen_U], known_U, total_U)
+        groups = live.group_ids_A[chosen_U].tolist()
+        requests = live.request_ids_A[chosen_U].tolist()
+        counts = sent_A[chosen_U].tolist()
+        pieces = list[Piece]()
+        start = 0
+        for group, request, n, end in zip(groups, requests, counts, ends_U.tolist(), strict=True):
+            pieces.append((group, request, n, tokens_T[start:end]))
+            start = end
         self._messages.append(partial(self._server.update, pieces))
         self._sent_F[which_A[chosen_U]] = length_A[chosen_U]
 

@@ -213,9 +213,9 @@ class SuffixForest:
                 followers.trees_F,
                 followers.state_FX,
                 _writable(tokens_BL),
-                _integers(rows_F),
-                _integers(lengths_F),
-                _integers(max_nodes_F),
+                np.array(rows_F, np.int64),
+                np.array(lengths_F, np.int64),
+                np.array(max_nodes_F, np.int64),
                 out,
             )
         assert bad == kernels.NONE, f"follower {which_F[bad]}: it, its tree or its text is missing"
@@ -243,13 +243,15 @@ class SuffixForest:
         """
         live_sequences = len(self._arena.sequences) - len(self._free["sequences"])
         taken, _, num_free = self._arena.pools[kernels.STATE_POOL].tolist()
-        need = {
-            "states": taken - num_free + 2 * tokens,
-            "edges": self._num_tokens + tokens + 2 * live_sequences,
-        }
-        _refuse_overflow(**need)
-        for name, rows in need.items():
-            self._grow_rows(name, rows)
+        states = taken - num_free + 2 * tokens
+        edges = self._num_tokens + tokens + 2 * live_sequences
+        if max(states, edges) > _MAX:
+            raise OverflowError(
+                f"a suffix forest numbers at most {_MAX:,} states and edges, got {states:,} and "
+                f"{edges:,}: use several forests, or index fewer responses"
+            )
+        self._grow_rows("states", states)
+        self._grow_rows("edges", edges)
         slots = len(self._arena.edges) * 3 // 2  # the table is never more than two thirds full
         if len(self._arena.table) < slots:
             table = np.zeros(1 << (slots - 1).bit_length(), np.int64)
@@ -276,14 +278,6 @@ class SuffixForest:
         self._arena = self._arena._replace(**{name: new})
         if name == "states":
             self._arena = self._arena._replace(weights=new.view(np.float32))
-
-
-def _refuse_overflow(states: int, edges: int) -> None:
-    if max(states, edges) > _MAX:
-        raise OverflowError(
-            f"a suffix forest numbers at most {_MAX:,} states and edges, got {states:,} and "
-            f"{edges:,}: use several forests, or index fewer responses"
-        )
 
 
 def _id(row: int, generation: Any) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,10 +61,10 @@ class Followers:
         trees_F = np.array(trees_F, np.int64)
         return cls(trees_F, np.full((len(trees_F), k.FOLLOWER_COLUMNS), k.NONE, np.int64))
 
-    def restart(self, f: int, tree: int) -> None:
-        """Follow another context or another tree from now on."""
-        self.trees_F[f] = tree
-        self.state_FX[f] = k.NONE
+    def restart(self, which: Any, trees: Any) -> None:
+        """Have followers, one or several, follow other contexts or other trees from now on."""
+        self.trees_F[which] = trees
+        self.state_FX[which] = k.NONE
 
     @property
     def matched_F(self) -> np.ndarray:

@@ -39,7 +39,7 @@ def test_acceptance_by_hand():
     np.testing.assert_allclose(expected_A, [1.9, 1.0, 0.0])
     tree.sources_AN[0, 1] = Source.OWN
     want = {Source.OWN: 1, Source.OTHER: 1}
-    assert by_source(tree, got.accepted_AN).tolist() == [want.get(s, 0) for s in Source]
+    assert by_source(tree.sources_AN, got.accepted_AN).tolist() == [want.get(s, 0) for s in Source]
     # the last token of a round is no draft token, even if it equals one
     ended = round_acceptance(tree, taken, tokens, np.array([2, 1, 1]))
     assert np.argwhere(ended.accepted_AN).tolist() == [[0, 1]]

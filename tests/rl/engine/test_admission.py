@@ -93,6 +93,11 @@ def test_a_free_row_with_a_wanted_prompt_is_not_given_to_another():
     assert assign([D, A], [0, 1], [A, None]) == [1, 0]
 
 
+def test_a_row_that_a_waiting_request_reuses_is_kept_before_one_that_a_later_request_wants():
+    assert assign([D, A], [0, 1], [A, B], wanted_later={B}, entered=[1, 2]) == [1, 0]
+    assert assign([D, A, A], [0, 1, 2], [A, A, B], wanted_later={B}, entered=[1, 2, 3]) == [2, 0, 1]
+
+
 def test_of_equal_rows_the_one_with_the_oldest_last_request_is_taken():
     """A server keeps the rows of the dialogues that went on last."""
     assert assign([D], [0, 1, 2], [A, B, C], entered=[3, 1, 2]) == [1]

@@ -45,7 +45,7 @@ def table_of(mode, requests, num_slots=4, *, in_chunks=False, **options):
 
 def commit(table, rows, kept=None):
     """Each row's tokens of a fetch; how many of them were given ones."""
-    B = len(table)
+    B = table.num_slots
     tokens_BN, count_B = np.zeros((B, 8), np.int32), np.zeros(B, np.int32)
     for b, tokens in rows.items():
         tokens_BN[b, : len(tokens)], count_B[b] = tokens, len(tokens)
@@ -155,7 +155,7 @@ def test_where_noise_repeats_newer_draws_come_before_the_last_epochs(begun, chai
 
 def drawn_in_chunks(table, chunks_TX, drawn, kept=()):
     """Commit what was drawn behind the tokens of chunks; return how many of each row stand."""
-    B, C = len(table), chunks_TX.shape[1] - 2
+    B, C = table.num_slots, chunks_TX.shape[1] - 2
     drawn_X = np.asarray(drawn, np.int32)
     kind_X = np.where(np.isin(np.arange(len(drawn_X)), kept), KEPT, DRAWN)
     rows = table.prompt_tokens_B, table.emitted_B, table.limit_B

@@ -86,7 +86,7 @@ def test_bad_requests_name_themselves_before_any_device_work(requests, message):
     fresh = Engine(TINY, PLAIN)
     with pytest.raises(ValueError, match=message):
         run(fresh, [Request(1, (1,)), *requests])
-    assert fresh._rows._memory.cache is None
+    assert fresh._rows.memory.cache is None
 
 
 @pytest.mark.parametrize(

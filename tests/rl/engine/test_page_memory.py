@@ -110,9 +110,9 @@ class Watched(SymbolicEngine):
 
     most_busy = 0
 
-    def _round(self, began_s, num_programs):
-        self.most_busy = max(self.most_busy, self._table.num_busy)
-        super()._round(began_s, num_programs)
+    def _round(self, began_s, num_programs, num_busy, num_waiting):
+        self.most_busy = max(self.most_busy, num_busy)
+        super()._round(began_s, num_programs, num_busy, num_waiting)
 
 
 def test_what_comes_back_shares_the_pages_of_its_prompt():
@@ -176,7 +176,7 @@ FAULTS = {
         PageTable, "share", lambda do: lambda *given: _uncounted(do, *given)
     ),
     "what waits is never written before it is moved": lambda patch: patch(
-        SlotCache, "_settled", lambda do: lambda self: (self.for_round(), self._memory)[1]
+        SlotCache, "_settled", lambda do: lambda self: (self.for_round(), self.memory)[1]
     ),
     "what the last of them brings is not written": lambda patch: patch(
         *(PageMemory, "insert"),

@@ -53,7 +53,7 @@ def test_a_row_of_the_cache_arrives_as_it_is(monkeypatch):
     memory = PageMemory(engine)
     memory.reset(4)
     for num_tokens in (8, 24, 40):  # pages of the rows take turns
-        assert memory.reserve(1, num_tokens) and memory.reserve(2, num_tokens)
+        assert memory.pages.reserve(1, num_tokens) and memory.pages.reserve(2, num_tokens)
     [features_P1TW] = memory.held.features
     states_P1TW = np.random.default_rng(0).normal(size=features_P1TW.shape).astype(np.float32)
     memory.cache = dataclasses.replace(memory.held, features=(jnp.asarray(states_P1TW),))

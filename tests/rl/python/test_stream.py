@@ -288,7 +288,7 @@ def test_after_a_failure_the_stream_starts_again(policy, monkeypatch, fails):
         stream.close()
 
     def fail(*_, **__):
-        for x in jax.tree.leaves(stream._engine._rows._memory.cache):
+        for x in jax.tree.leaves(stream._engine._rows.memory.cache):
             x.delete()
         raise ZeroDivisionError
 

@@ -225,7 +225,7 @@ def test_several_workers_and_a_pipeline_answer_as_one_engine(
     def freed(engine):
         free(engine)
         if engine.stats.fetches and engine.clock is not float:  # the warm-up has other ones
-            left.append(engine._rows._memory.cache)
+            left.append(engine._rows.memory.cache)
 
     monkeypatch.setattr(Engine, "free", freed)
     monkeypatch.setattr(round_times, "_fetch_seconds", lambda *_: 1e-4)  # by an engine of its own

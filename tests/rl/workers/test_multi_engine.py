@@ -143,7 +143,7 @@ def test_a_worker_that_raises_is_replaced_where_it_may_be(engines, alone):
 def hanging(method, never):
     """An engine whose third call of a method, or of its memory, hangs once."""
     engine, calls = Engine(MODEL, CONFIG), itertools.count(1)
-    owner = engine if hasattr(engine, method) else engine._rows._memory
+    owner = engine if hasattr(engine, method) else engine._rows.memory
     run = getattr(owner, method)
 
     def hang(*args):

@@ -178,13 +178,13 @@ def inserting(gates):
     """An engine that notes the keys and values that it takes."""
 
     engine = Engine(MODEL, CONFIG)
-    insert = engine._rows._memory.insert
+    insert = engine._rows.memory.insert
 
     def noted(entering):
         gates.inserted.append(len(entering))
         insert(entering)
 
-    engine._rows._memory.insert = noted
+    engine._rows.memory.insert = noted
     return engine
 
 
