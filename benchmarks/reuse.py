@@ -38,10 +38,11 @@ from reprise.rl.engine.stats import cached_seconds as measured_cached_seconds
 from reprise.rl.metrics.writer import Timings
 from reprise.rl.records.trajectory import Request, Trajectory
 from reprise.rl.settings.inputs import open_inputs
+from reprise.rl.speculation.sources import Speculation
 from reprise.rl.steps.position import RunPosition
 from reprise.rl.steps.step import train_step
 from reprise.rl.warm_up.rollout_programs import Reach, round_buckets
-from reprise.spec.round_times import RunSeconds
+from reprise.spec.round_times import RoundTimes
 from tests.support import tiny_run
 
 CONFIG = environment.ROOT / "configs" / "ablations" / "lenience.gin"
@@ -89,28 +90,34 @@ def compiled(folder: Path) -> dict[str, str]:
 # --- seconds of one run -------------------------------------------------------------------
 
 
+class BothDrafts:
+    """Replaces a run's speculation; makes the drafters of a phase a second time.
+
+    `priced` are these drafters, which decide by the roofline's seconds.
+    """
+
+    def __init__(self, system: System, times: RoundTimes) -> None:
+        self._measured = system.speculation
+        self._of_roofline = Speculation(system.config.speculation, system.cache, times=times)
+        self.priced: DrafterFactory = no_drafts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._measured, name)
+
+    def drafter_factory(self, *args: Any, **options: Any) -> DrafterFactory:
+        self.priced = self._of_roofline.drafter_factory(*args, **options)
+        return self._measured.drafter_factory(*args, **options)
+
+
 class Turns:
     """Replaces a run's engine; answers each phase in the three ways."""
 
     def __init__(self, system: System) -> None:
-        self._engine, self._speculation = system.engine, system.speculation
+        self._engine = system.engine
         rollout, sampling = system.config.rollout, system.config.sampling
         reach = Reach(rollout.num_requests, rollout.max_prompt_tokens)
         self._times = round_times(PRICED_8B, list(round_buckets(self._engine, sampling, reach)))
-        self._priced_drafts: DrafterFactory = no_drafts
-        drafter_factory, speculation = self._speculation.drafter_factory, self._speculation
-
-        def with_both(*args: Any, **options: Any) -> DrafterFactory:
-            """Make the phase's drafters a second time, deciding by the roofline's seconds."""
-            measured = speculation.times, speculation.seconds
-            speculation.times, speculation.seconds = self._times, RunSeconds()
-            try:
-                self._priced_drafts = drafter_factory(*args, **options)
-            finally:
-                speculation.times, speculation.seconds = measured
-            return drafter_factory(*args, **options)
-
-        speculation.drafter_factory = with_both  # type: ignore[method-assign]
+        self.speculation = BothDrafts(system, self._times)
         self.rows: list[dict[str, Any]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -130,7 +137,7 @@ class Turns:
             start_s = time.perf_counter()
             done[name] = self._engine.run(ways[name], requests)
             seconds[name], stats[name] = time.perf_counter() - start_s, self._engine.stats
-        priced = dataclasses.replace(spec, drafts=self._priced_drafts, times=self._times)
+        priced = dataclasses.replace(spec, drafts=self.speculation.priced, times=self._times)
         self._engine.run(priced, requests)
         stats["projected"], self._engine.stats = self._engine.stats, stats["reuse"]
         pairs = zip(done["plain"], done["reuse"], strict=True)
@@ -162,7 +169,8 @@ def train_in_turns(cell: Cell) -> list[dict[str, Any]]:
     """Return a row for every step of a run."""
     with tiny_run.opened(cell.config, open_inputs(cell.config)) as (system, state):
         turns: Any = Turns(system)
-        system, place = dataclasses.replace(system, engine=turns), RunPosition()
+        system = dataclasses.replace(system, engine=turns, speculation=turns.speculation)
+        place = RunPosition()
         while place.step < cell.config.run.steps:
             timings = Timings(time.perf_counter)
             state, place, _ = train_step(system, state, place, timings)

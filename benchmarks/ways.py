@@ -57,7 +57,8 @@ class Ways:
         """Warm up an engine, measure its rounds, draw what is reused; 0: the policy's sizes."""
         from benchmarks import speculation
         from reprise.rl.workers.config import SchedConfig
-        from reprise.rl.workers.multi_engine import MultiEngine, make_engines
+        from reprise.rl.workers.engines import EngineSettings, make_engines
+        from reprise.rl.workers.multi_engine import MultiEngine
 
         workload, config = work_of(policy, prompts, group_size, slots)
         self.bench = bench = speculation.open_bench(workload, config, reuse=True)
@@ -67,7 +68,7 @@ class Ways:
         sched = SchedConfig(workers=2, chunk_tokens=64, policy="seer")
         half = max(1, slots // 2)
         halves = dataclasses.replace(config, slots=half, min_slots=min(config.min_slots, half))
-        engines = make_engines(engine.model, halves, sched, dtype=engine.dtype)
+        engines = make_engines(EngineSettings(engine.model, halves, engine.dtype.name), sched)
         self.workers = MultiEngine(engines, sched, seed=0)
         for way in WAYS:
             self.run(way)

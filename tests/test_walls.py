@@ -79,14 +79,16 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             *("assembly", "checkpoint", "drafter_training", "gin", "learner", "metrics"),
             *("settings",),
         },
-        "preflight": {"assembly", "engine", "learner", "settings", "speculation", "warm_up"},
+        "preflight": {
+            *("assembly", "engine", "learner", "settings", "speculation", "warm_up", "workers"),
+        },
         "steps": {
             *("assembly", "data", "engine", "exchange", "learner", "metrics", "rewards"),
             *("settings", "warm_up", "workers"),
         },
         "python": {
             *("assembly", "checkpoint", "engine", "export", "gin", "learner", "settings"),
-            *("speculation", "warm_up"),
+            *("speculation", "warm_up", "workers"),
         },
         "run": {
             *("assembly", "checkpoint", "cluster", "data", "engine", "exchange", "export", "gin"),

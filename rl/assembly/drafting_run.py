@@ -7,9 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 import jax
-import numpy as np
 
-from reprise.models.config import ModelConfig
 from reprise.rl.assembly.listeners import StepListener
 from reprise.rl.cluster.actors import Actor, ActorSettings, Starts
 from reprise.rl.cluster.join import DRAFT_MODEL
@@ -24,9 +22,9 @@ from reprise.rl.drafting.workers import (
 from reprise.rl.engine.engine import RolloutEngine
 from reprise.rl.engine.stats import EngineStats
 from reprise.rl.settings.config import TrainConfig
-from reprise.rl.speculation.sources import Speculation
+from reprise.rl.speculation.device_drafters import DeviceDrafters
+from reprise.rl.workers.engines import EngineSettings
 from reprise.rl.workers.multi_engine import Helpers, MultiEngine
-from reprise.spec.budget.config import MODEL
 
 
 def make_planner(config: TrainConfig) -> Planner:
@@ -43,7 +41,7 @@ def make_planner(config: TrainConfig) -> Planner:
 def take_workers(
     config: TrainConfig,
     engine: RolloutEngine,
-    speculation: Speculation,
+    drafters: DeviceDrafters,
     clock: Callable[[], float],
     report: Callable[[str], None],
 ) -> DraftingWorkers:
@@ -62,7 +60,7 @@ def take_workers(
         )
     planner = make_planner(config)
     drafting = DraftingWorkers(
-        speculation.drafters,
+        drafters,
         planner,
         config.longest_tokens,
         report=report,
@@ -71,9 +69,8 @@ def take_workers(
     )
     if settings.workers:
         drafting.take(engine.engines, settings.workers)
-        speculation.apart = {MODEL: drafting}
     if settings.helps:
-        have_idle_help(engine, speculation, planner)
+        have_idle_help(engine, planner)
     return drafting
 
 
@@ -89,10 +86,9 @@ class DraftingListener(StepListener):
         return self._workers.metrics()
 
 
-def have_idle_help(engine: MultiEngine, speculation: Speculation, planner: Planner) -> None:
+def have_idle_help(engine: MultiEngine, planner: Planner) -> None:
     """Let idle workers run copies of straggling requests if the planner finds that worthwhile."""
     settings = planner.config
-    speculation.methods_of_copies = settings.methods
     engine.helpers = Helpers(
         num_methods=len(settings.methods),
         requests_each=settings.requests_per_helper,
@@ -103,7 +99,7 @@ def have_idle_help(engine: MultiEngine, speculation: Speculation, planner: Plann
 
 @contextlib.contextmanager
 def open_actors(
-    config: TrainConfig, policy: ModelConfig, dtype: np.dtype, report: Callable[[str], None]
+    config: TrainConfig, engine: EngineSettings, report: Callable[[str], None]
 ) -> Iterator[DraftingActors | None]:
     """Start the Ray drafting workers of a run, or yield None without any; stop them on exit.
 
@@ -118,14 +114,13 @@ def open_actors(
     start_s = 2 * config.cluster.deadline_s
     wanted = f"Drafting.workers={config.drafting.workers}"
     with reserve(count, wanted, start_s, devices=1) as room:
-        with drafting_actors(config, policy, dtype, room, report) as actors:
+        with drafting_actors(config, engine, room, report) as actors:
             yield actors
 
 
 def drafting_actors(
     config: TrainConfig,
-    policy: ModelConfig,
-    dtype: np.dtype,
+    engine: EngineSettings,
     room: Starts,
     report: Callable[[str], None],
 ) -> DraftingActors:
@@ -137,9 +132,9 @@ def drafting_actors(
     planner.drafting_workers = config.drafting.workers
     count = config.drafting.workers * config.sched.devices_per_worker
     settings = DraftingSettings(
-        policy=policy,
-        engine=config.engine,
-        dtype=np.dtype(dtype).name,
+        policy=engine.model,
+        engine=engine.config,
+        dtype=engine.dtype,
         model=dataclasses.replace(config.draft_model, directory=str(folder)),
         drafting=config.drafting,
         max_window=planner.max_window,

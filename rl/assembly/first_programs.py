@@ -16,7 +16,6 @@ import jax
 from reprise.models.config import ModelConfig
 from reprise.models.transformer import Params
 from reprise.rl.cluster.processes import Processes
-from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.engine import Engine, RolloutEngine
 from reprise.rl.exchange.responses import WHOLE, Partition
 from reprise.rl.runtime.parallel_compile import OnCompiled
@@ -24,17 +23,17 @@ from reprise.rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import Inputs
 from reprise.rl.speculation.config import USER
-from reprise.rl.speculation.sources import Speculation
+from reprise.rl.speculation.device_drafters import DeviceDrafters
 from reprise.rl.warm_up import compile_buckets, kept_rounds, transfer_times
 from reprise.rl.warm_up.rollout_programs import Decisions, NodeSizes, Reach
 from reprise.rl.warm_up.round_times import load_or_measure
 from reprise.rl.workers.multi_engine import MultiEngine
 from reprise.sched.simulator.measured_costs import MeasuredCosts
 from reprise.sched.simulator.roofline import Costs
-from reprise.spec.budget.bandit import node_counts
 from reprise.spec.budget.budget import DraftDecision, best_trees, equal_trees
 from reprise.spec.budget.config import BANDIT, LEARNED, MODEL
 from reprise.spec.config import SamplingConfig
+from reprise.spec.round_times import RoundTimes
 from reprise.spec.sampling import step_key
 
 if TYPE_CHECKING:
@@ -48,6 +47,8 @@ def _node_sizes(config: TrainConfig) -> NodeSizes | None:
     """
     if config.speculation.budget != BANDIT:
         return None
+    from reprise.spec.budget.bandit import node_counts
+
     engine = config.engine
     tuner = config.tuner
 
@@ -107,21 +108,6 @@ def rollout_reach(config: TrainConfig, partition: Partition = WHOLE) -> Reach:
     )
 
 
-def evaluation_engine(config: TrainConfig, num_requests: int, ways: int) -> EngineConfig:
-    """Return the settings of an evaluation-only engine on a mesh that splits slots `ways` ways.
-
-    The engine has at most the pages that its requests can need, since `Engine.pages` may be sized
-    for other devices.
-    """
-    engine = config.engine
-    if not engine.pages or engine.pages == "auto":
-        return engine
-    max_tokens = config.rollout.max_prompt_tokens + config.sampling.max_any_new_tokens
-    slots = engine.over(ways).slot_bucket(num_requests)
-    needed = dataclasses.replace(engine, pages=0).num_pages(slots, max_tokens, ways)
-    return dataclasses.replace(engine, pages=min(engine.pages, needed))
-
-
 def num_whole_model(config: TrainConfig, model: ModelConfig, *, is_cpu: bool) -> int:
     """Return the number of rollout programs that run the whole policy, without opening devices."""
     # a set size does not open a device
@@ -148,24 +134,25 @@ def warm_up(
     config: TrainConfig,
     engine: RolloutEngine,
     weights: Params,
-    speculation: Speculation,
+    drafters: DeviceDrafters,
     reach: Reach,
     kept: Kept,
     *,
     on_compiled: OnCompiled,
     training: Sequence[Any],
-) -> None:
+) -> RoundTimes | None:
     """Compile the rollout programs, and time rounds for the budget and the scheduler.
 
-    Called by `engine.do`. The lowered training steps in `training` are compiled first, because
-    timing starts after compilation.
+    Returns the seconds that budgets decide by; None if nothing is drafted or reused. Called by
+    `engine.do`. The lowered training steps in `training` are compiled first, because timing starts
+    after compilation.
     """
     sampling = config.sampling
     drafting = kept.drafting
-    drafters = dict(speculation.drafters)
-    for source in speculation.apart.keys() - set(speculation.methods_of_copies):
-        drafters.pop(source, None)  # only drafting workers use this source
-    reach = dataclasses.replace(reach, drafters=drafters)
+    elsewhere = set() if drafting is None else set(drafting.sources)
+    elsewhere -= set(config.drafting.methods_of_copies)  # only drafting workers use these sources
+    own = {name: drafter for name, drafter in drafters.items() if name not in elsewhere}
+    reach = dataclasses.replace(reach, drafters=own)
     for one in engine.engines:
         placed = one.place(weights)
         compile_buckets.warm_up(one, placed, sampling, reach, on_compiled, training)
@@ -194,59 +181,59 @@ def warm_up(
         )
     if isinstance(engine, MultiEngine) and config.sched.measures_rounds:
         engine.costs = MeasuredCosts(times.rounds, moves.seconds)
-    if is_priced:
-        speculation.times = times
     if reach.speculative:
-        assert speculation.times is not None
         if drafting is not None:
             costs = MeasuredCosts(times.rounds, moves.seconds)
-            warm_up_drafting(sampling, engine, drafting, speculation, costs, on_compiled)
+            times = warm_up_drafting(sampling, engine, drafting, times, costs, on_compiled)
             one = engine.engines[-1]  # the last worker may draft now
             placed = one.place(weights)
         compile_buckets.compile_host_kernels(
             config.speculation,
-            speculation.times,
+            times,
             one,
             placed,
             sampling,
-            speculation.drafters,
+            drafters,
             config.tuner,
-            speculation.apart,
+            {} if drafting is None else drafting.sources,
         )
         if drafting is not None:
             drafting.planner.forget_profile()
     jax.block_until_ready(step_key(0, 0))
+    return times if is_priced else None
 
 
 def warm_up_drafting(
     sampling: SamplingConfig,
     engine: RolloutEngine,
     drafting: DraftingWorkers,
-    speculation: Speculation,
+    times: RoundTimes,
     costs: Costs,
     on_compiled: OnCompiled,
-) -> None:
-    """Plan the number of drafting workers unless it is set; compile and time their programs."""
+) -> RoundTimes:
+    """Plan the number of drafting workers unless it is set; compile and time their programs.
+
+    Returns `times`, without drafts on verifying workers if the plan has drafting workers.
+    """
     from reprise.rl.drafting.plans import MeasuredSeconds
 
-    times = speculation.times
     planner = drafting.planner
-    assert times is not None and isinstance(engine, MultiEngine), "workers that draft"
+    assert isinstance(engine, MultiEngine), "workers that draft"
     seconds = MeasuredSeconds(costs, times, drafting.longest_tokens / 2)
     planner.seconds = seconds
     if not drafting.workers and planner.config.workers is None:
         count = planner.choose(range(planner.num_workers // 2 + 1)).drafting_workers
         if not count:
-            return
+            return times
         drafting.take(engine.engines, count)
-        speculation.apart = {MODEL: drafting}
-        speculation.times = times = times.without_drafts(MODEL)
+        times = times.without_drafts(MODEL)
     draft_s = 0.0
     if drafting.workers:
         planner.draft_s = drafting.prepare(sampling, on_compiled)
         draft_s = planner.draft_s[planner.method]
     model_s = drafting.model_seconds()
     planner.seconds = dataclasses.replace(seconds, times=times, draft_s=draft_s, model_s=model_s)
+    return times
 
 
 def warm_up_evaluation(

@@ -6,28 +6,24 @@ import collections
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-
-from reprise.models.config import ModelConfig
 from reprise.models.folder import replace_file
 from reprise.models.transformer import Params
-from reprise.rl.assembly import drafter_run
+from reprise.rl.assembly import drafter_run, first_programs
 from reprise.rl.assembly.drafter_run import AnyDrafter
 from reprise.rl.assembly.drafting_run import have_idle_help, make_planner, open_actors
+from reprise.rl.assembly.engines import engine_settings
 from reprise.rl.assembly.setup import RunBuilder
-from reprise.rl.assembly.system import System
 from reprise.rl.cluster.actors import Actor, ActorSettings, Handle, Starts
 from reprise.rl.cluster.join import DRAFT_MODEL, POLICY
 from reprise.rl.drafting.plans import MeasuredSeconds, Planner
 from reprise.rl.drafting.workers import DraftingActors
 from reprise.rl.engine.engine import Engine, RolloutEngine
-from reprise.rl.learner.optimizer import TrainState
 from reprise.rl.ray_workers.place import (
     Bounds,
     LearnedSettings,
@@ -42,15 +38,17 @@ from reprise.rl.runtime.parallel_compile import OnCompiled
 from reprise.rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
 from reprise.rl.runtime.user_files import files_of, is_user_name
 from reprise.rl.runtime.waits import POLL_S
-from reprise.rl.settings.config import TrainConfig, drafter_shape, recipe
+from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import Inputs
-from reprise.rl.speculation.device_drafters import DraftModel
+from reprise.rl.speculation.bandits import Bandits
+from reprise.rl.speculation.device_drafters import DeviceDrafters, DraftModel
 from reprise.rl.speculation.history_workers import HistoryWorkers
 from reprise.rl.speculation.sources import Speculation, history_rule
 from reprise.rl.warm_up import compile_buckets
 from reprise.rl.warm_up.measured_run import MoveTimes, read_moves, read_rounds
 from reprise.rl.warm_up.rollout_programs import Reach
 from reprise.rl.workers.ahead_engine import AheadEngine
+from reprise.rl.workers.engines import EngineSettings, make_engine
 from reprise.rl.workers.multi_engine import MultiEngine
 from reprise.rl.workers.pool import Place
 from reprise.sched.simulator.measured_costs import MeasuredCosts
@@ -142,16 +140,15 @@ def num_cpus(config: TrainConfig) -> int:
 def open_workers(
     config: TrainConfig,
     inputs: Inputs,
-    dtype: np.dtype,
-    speculation: Speculation,
+    bandits: Bandits | None,
     drafter: AnyDrafter | None,
     say: Callable[[str], None],
 ) -> Iterator[RayWorkers]:
     """Start or join Ray, and start its workers, including workers that draft for others.
 
-    Exit stops everything that was started. Workers draft by `speculation`. Idle workers run copies
-    of straggling requests, or train `drafter` if it has spot training. Raises ProgramLost if
-    workers cannot start.
+    Exit stops everything that was started. `bandits` keep the states of bandits on workers. Idle
+    workers run copies of straggling requests, or train `drafter` if it has spot training. Raises
+    ProgramLost if workers cannot start.
     """
     from reprise.rl.cluster.ray_session import open_ray, reserve, share
 
@@ -165,27 +162,31 @@ def open_workers(
     speculation_names = (config.speculation.budget, *config.speculation.sources)
     files |= files_of(filter(is_user_name, speculation_names))
     settings = ActorSettings(files, limit_s, 2 * limit_s, say)
+    engines = engine_settings(config, inputs.model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(open_ray(cluster.address, num_cpus(config), limit_s))
         setting = f"Sched.workers={sched.workers}"
         start_s = 2 * limit_s
         reserved = reserve(count, setting, start_s, devices=sched.devices_per_worker)
         room = stack.enter_context(reserved)
-        drafting = stack.enter_context(open_actors(config, inputs.model, dtype, say))
+        drafting = stack.enter_context(open_actors(config, engines, say))
         drafts = None
         if "group" in config.speculation.sources:
             beside = stack.enter_context(reserve(1, setting, start_s))
             drafts = stack.enter_context(_draft_server(beside, settings))
-        shared = Shared(speculation, share, None if drafting is None else drafting.apart)
-        workers = [worker_settings(config, inputs.model, dtype, drafter, i) for i in range(count)]
+        shared = Shared(
+            share,
+            learned=None if drafter is None else drafter.learned,
+            bandits=bandits,
+            apart=None if drafting is None else drafting.apart,
+        )
+        workers = [worker_settings(config, engines, drafter, i) for i in range(count)]
         places = [_place(config, w, room, settings, shared, drafts) for w in workers]
         for place in places:
             stack.callback(place.actor.close)
-        layers = None if drafter is None else drafter.learned.config.feature_layers
-        shapes = Engine(inputs.model, config.engine, dtype=dtype, feature_layers=layers)
         kind = AheadEngine if sched.mode == "ahead" else MultiEngine
         engine = kind(
-            [shapes],
+            [make_engine(engines)],  # of shapes
             sched,
             seed=config.run.seed,
             spot=None if drafter is None else drafter.spot,
@@ -196,7 +197,7 @@ def open_workers(
         if config.drafting.helps:
             helping = make_planner(config)
             helping.drafting_workers = config.drafting.workers or 0
-            have_idle_help(engine, speculation, helping)
+            have_idle_help(engine, helping)
         yield RayWorkers(engine, places, shared, drafting, helping)
 
 
@@ -241,8 +242,7 @@ def _place(
 
 def worker_settings(
     config: TrainConfig,
-    model: ModelConfig,
-    dtype: np.dtype,
+    engine: EngineSettings,
     drafter: AnyDrafter | None,
     number: int,
 ) -> WorkerSettings:
@@ -263,9 +263,7 @@ def worker_settings(
     helps_by_model = drafting.helps and MODEL in drafting.methods
     return WorkerSettings(
         number=number,
-        model=model,
-        engine=config.engine,
-        dtype=np.dtype(dtype).name,
+        engine=engine,
         num_devices=config.sched.devices_per_worker,
         speculation=config.speculation,
         tuner=config.tuner,
@@ -273,6 +271,7 @@ def worker_settings(
         draft_model=draft_model,
         model_here=not drafting.drafts_apart or helps_by_model,
         model_apart=drafting.drafts_apart,
+        methods_of_copies=drafting.methods_of_copies,
         learned=learned,
         fetch_s=config.cluster.deadline_s,
         folder=os.getcwd(),
@@ -313,11 +312,6 @@ def _table(function: Callable[[int], Any], sizes: Sequence[int]) -> Callable[[in
     return collections.defaultdict(tuple, {n: function(n) for n in sizes}).__getitem__
 
 
-def read_times(speculation: Speculation, folder: Path) -> None:
-    """Set `speculation.times` to the round times that the workers have measured."""
-    speculation.times = read_rounds(folder / ROUNDS_FILE)
-
-
 @contextlib.contextmanager
 def open_history(
     config: TrainConfig, cache: RolloutCache, say: Callable[[str], None]
@@ -346,50 +340,62 @@ class RayRunBuilder(RunBuilder):
     """A builder of the parts of a run with Ray actors as workers."""
 
     workers: RayWorkers | None = None
+    history: HistoryWorkers | None = None
+    bandits: Bandits | None = None  # shared with the workers
 
     def drafter(self) -> AnyDrafter:
         """Set up training of the learned drafter on the trainer devices."""
-        shape = drafter_shape(self.config, self.inputs.model)
-        model = self.inputs.model
-        assert shape is not None, "a drafter learns"
-        options = {"dtype": recipe(self.config, model).trainer.dtype}
-        options["feature_layers"] = shape.feature_layers
+        settings = engine_settings(self.config, self.inputs.model)
         if self.partition.processes.alone:
-            engine = Engine(model, self.config.engine, mesh=self.mesh, **options)
+            engine = make_engine(settings, self.mesh)
         else:
-            engine = self._trainer_engine(**options)
+            engine = self._trainer_engine(settings)
         return engine.do(partial(self._open_drafter, engine))
 
     def draft_model(self) -> DraftModel:
         return DraftModel.elsewhere(self.config.draft_model)
 
-    def engine(
-        self, dtype: Any, speculation: Speculation, drafter: AnyDrafter | None
-    ) -> RolloutEngine:
+    @property
+    def sources_apart(self) -> Collection[str]:
+        return {MODEL} if self.config.drafting.workers else ()
+
+    def speculation(self, drafters: DeviceDrafters, times: RoundTimes | None) -> Speculation:
+        """Return the history of the run, and the drafters that workers are told to make."""
+        return Speculation(
+            self.config.speculation,
+            self.cache,
+            drafters,
+            times=read_rounds(self.folder / ROUNDS_FILE),  # of the workers
+            bandits=self.bandits,
+            for_others=True,
+            history_workers=self.history,
+            deadline=self.deadline,
+        )
+
+    def engine(self, drafters: DeviceDrafters, drafter: AnyDrafter | None) -> RolloutEngine:
         """Start Ray and its workers."""
         config = self.config
         say = self.show.message
-        speculation.for_others = True
-        if config.drafting.workers:
-            speculation.apart_elsewhere = frozenset({MODEL})
-        opened = open_workers(config, self.inputs, dtype, speculation, drafter, say)
+        self.bandits = self.make_bandits(drafters)
+        opened = open_workers(config, self.inputs, self.bandits, drafter, say)
         self.workers = self.stack.enter_context(opened)
-        history = open_history(config, self.cache, say)
-        speculation.history_workers = self.stack.enter_context(history)
+        self.history = self.stack.enter_context(open_history(config, self.cache, say))
         return self.workers.engine
 
-    def drafting_workers(self, engine: RolloutEngine, speculation: Speculation) -> None:
+    def drafting_workers(self, engine: RolloutEngine, drafters: DeviceDrafters) -> None:
         """Return None: drafting workers are actors (`rl.assembly.drafting_run.open_actors`)."""
 
-    def compile(self, system: System, state: TrainState) -> None:
-        super().compile(system, state)
-        read_times(system.speculation, self.folder)  # measured by the workers
-
     def compile_rollouts(
-        self, system: System, weights: Params, reach: Reach, training: Sequence[Any]
+        self,
+        engine: RolloutEngine,
+        weights: Params,
+        drafters: DeviceDrafters,
+        drafter: AnyDrafter | None,
+        training: Sequence[Any],
     ) -> None:
         assert self.workers is not None
-        limits = bounds(self.config, self.inputs, reach, system.drafter)
+        reach = first_programs.rollout_reach(self.config, self.partition)
+        limits = bounds(self.config, self.inputs, reach, drafter)
         self.workers.warm_up(
             limits,
             weights,
@@ -399,9 +405,9 @@ class RayRunBuilder(RunBuilder):
             heartbeat=self.watch.heartbeat,
         )
 
-    def compile_evaluation(self, system: System, state: TrainState, weights: Params) -> None:
-        if system.eval_engine is not system.engine:  # workers compiled their programs
-            super().compile_evaluation(system, state, weights)
+    def compile_evaluation(self, engine: RolloutEngine, weights: Params) -> None:
+        if isinstance(engine, Engine):  # workers compiled their programs
+            super().compile_evaluation(engine, weights)
 
 
 class FollowerBuilder(RayRunBuilder):
@@ -410,23 +416,24 @@ class FollowerBuilder(RayRunBuilder):
     def drafter(self) -> AnyDrafter:
         return drafter_run.open_stub(self.config, self.inputs)
 
-    def engine(
-        self, dtype: Any, speculation: Speculation, drafter: AnyDrafter | None
-    ) -> RolloutEngine:
-        speculation.for_others = True
-        if self.config.drafting.workers:
-            speculation.apart_elsewhere = frozenset({MODEL})
-        shapes = Engine(self.inputs.model, self.config.engine, dtype=dtype)
+    def engine(self, drafters: DeviceDrafters, drafter: AnyDrafter | None) -> RolloutEngine:
+        self.bandits = self.make_bandits(drafters)
+        shapes = make_engine(engine_settings(self.config, self.inputs.model))
         return MultiEngine([shapes], self.config.sched, places=())
 
-    def eval_engine(self, dtype: Any) -> None:
+    def eval_engine(self) -> None:
         return None
 
     def rewards(self) -> Rewards:
         return RewardPool(self.config.reward, self._specs)  # not started
 
     def compile_rollouts(
-        self, system: System, weights: Params, reach: Reach, training: Sequence[Any]
+        self,
+        engine: RolloutEngine,
+        weights: Params,
+        drafters: DeviceDrafters,
+        drafter: AnyDrafter | None,
+        training: Sequence[Any],
     ) -> None:
         on_compiled = self.on_compiled("training and rollouts")
-        compile_buckets.compile_programs(system.engine.engines[0], (), on_compiled, training)
+        compile_buckets.compile_programs(engine.engines[0], (), on_compiled, training)

@@ -1,12 +1,11 @@
-"""Construction of the parts of a run, their layout on devices, and compilation for step one."""
+"""Construction of the parts of a run, and compilation of its programs before step one."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,27 +15,25 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from reprise.models import hf, lora
-from reprise.models.config import ModelConfig
 from reprise.models.folder import Folder
 from reprise.models.layout import axis_ways
-from reprise.models.sharding import make_mesh, platform_in_use, rollout_mesh
 from reprise.models.transformer import Params
 from reprise.rl.assembly import first_programs
+from reprise.rl.assembly.engines import engine_settings, evaluation_engine
 from reprise.rl.assembly.listeners import StepListener
-from reprise.rl.assembly.system import System
+from reprise.rl.assembly.meshes import engine_mesh, run_mesh
+from reprise.rl.assembly.system import System, evaluation_weights, rollout_weights
 from reprise.rl.cluster.lockstep import LockstepWatch
 from reprise.rl.cluster.processes import ALONE, Processes
 from reprise.rl.data.prompts import DataOrder
 from reprise.rl.engine.engine import Engine, RolloutEngine, ThreadedEngine
 from reprise.rl.exchange.responses import Partition
 from reprise.rl.learner import critic, trainer
-from reprise.rl.learner.config import TrainSpec, why_other_bits, why_other_bits_on_accelerators
-from reprise.rl.learner.gathering import own_devices
+from reprise.rl.learner.config import TrainSpec
 from reprise.rl.learner.optimizer import TrainState, init_state, make_optimizer
 from reprise.rl.learner.trainer import Learner
 from reprise.rl.rewards.pool import RewardPool
 from reprise.rl.rewards.scores import Rewards
-from reprise.rl.runtime import devices
 from reprise.rl.runtime.parallel_compile import OnCompiled
 from reprise.rl.runtime.progress import Progress
 from reprise.rl.runtime.run_files import ROLLOUTS, spill_folder
@@ -45,18 +42,20 @@ from reprise.rl.runtime.waits import Deadline
 from reprise.rl.settings.checks import ahead_loss
 from reprise.rl.settings.config import TrainConfig, recipe
 from reprise.rl.settings.inputs import Inputs
-from reprise.rl.speculation.device_drafters import DeviceDrafterSource, DraftModel
+from reprise.rl.speculation.device_drafters import DeviceDrafters, DeviceDrafterSource, DraftModel
 from reprise.rl.speculation.reuse import Reuse
-from reprise.rl.speculation.sources import Speculation
-from reprise.rl.warm_up.rollout_programs import Reach
+from reprise.rl.speculation.sources import Speculation, make_bandits
 from reprise.rl.workers.ahead_engine import AheadEngine
-from reprise.rl.workers.multi_engine import MultiEngine, make_engines, split_devices
+from reprise.rl.workers.engines import EngineSettings, make_engine, make_engines, split_devices
+from reprise.rl.workers.multi_engine import MultiEngine
 from reprise.spec.budget.config import LEARNED, MODEL
 from reprise.spec.reuse.rollout_cache import RolloutCache
+from reprise.spec.round_times import RoundTimes
 
 if TYPE_CHECKING:
     from reprise.rl.assembly.drafter_run import AnyDrafter, DrafterRun
     from reprise.rl.drafting.workers import DraftingWorkers
+    from reprise.rl.speculation.bandits import Bandits
 
 
 @contextlib.contextmanager
@@ -93,16 +92,24 @@ def build(
         cache = builder.cache
         drafter = builder.drafter() if config.speculation.learns else None
         drafters = builder.device_drafters(drafter)
-        speculation = stack.enter_context(
-            Speculation(
-                config.speculation,
-                cache,
-                drafters,
-                config.tuner,
-                seed=config.run.seed,
-                deadline=builder.deadline,
-            )
+        learner, state = make_learner(config, inputs, mesh)
+        engine = builder.engine(drafters, drafter)
+        rewards = builder.rewards()
+        if partition.is_central:
+            processes.barrier("workers", watch.heartbeat)
+        builder.drafting = builder.drafting_workers(engine, drafters)
+        evaluates_apart = config.sched.beside_training and inputs.evals.sets
+        eval_engine = builder.eval_engine() if evaluates_apart else None
+        times = builder.compile(
+            state,
+            learner=learner,
+            engine=engine,
+            eval_engine=eval_engine or engine,
+            drafters=drafters,
+            drafter=drafter,
+            rewards=rewards,
         )
+        speculation = stack.enter_context(builder.speculation(drafters, times))
         reuse = Reuse(
             config.reuse,
             cache,
@@ -110,14 +117,6 @@ def build(
             greedy=config.sampling.temperature == 0,
             seconds=speculation.seconds,
         )
-        learner, state = make_learner(config, inputs, mesh)
-        engine = builder.engine(learner.recipe.trainer.dtype, speculation, drafter)
-        rewards = builder.rewards()
-        if partition.is_central:
-            processes.barrier("workers", watch.heartbeat)
-        builder.drafting = builder.drafting_workers(engine, speculation)
-        evaluates_apart = config.sched.beside_training and inputs.evals.sets
-        eval_engine = builder.eval_engine(engine.dtype) if evaluates_apart else None
         system = System(
             config=config,
             inputs=inputs,
@@ -135,7 +134,6 @@ def build(
             show=show,
             watch=watch,
         )
-        builder.compile(system, state)
         state = trainer.first_run(state, learner.shape, recipe=learner.recipe, base=learner.base)
         yield system, state
 
@@ -225,17 +223,36 @@ class RunBuilder:
 
     # -- engines --------------------------------------------------------------------------
 
-    def engine(
-        self, dtype: Any, speculation: Speculation, drafter: AnyDrafter | None
-    ) -> RolloutEngine:
+    @property
+    def sources_apart(self) -> Collection[str]:
+        """The sources that only drafting workers draft from, except for copies of requests."""
+        return () if self.drafting is None else self.drafting.sources
+
+    def make_bandits(self, drafters: DeviceDrafters) -> Bandits | None:
+        """Return the bandits of the budget, or None for another budget."""
+        own = {n: drafter for n, drafter in drafters.items() if n not in self.sources_apart}
+        return make_bandits(self.config.speculation, own, self.config.tuner, self.config.run.seed)
+
+    def speculation(self, drafters: DeviceDrafters, times: RoundTimes | None) -> Speculation:
+        """Return the drafters of the run, which decide by the measured seconds of rounds."""
+        return Speculation(
+            self.config.speculation,
+            self.cache,
+            drafters,
+            times=times,
+            bandits=self.make_bandits(drafters),
+            apart={} if self.drafting is None else self.drafting.sources,
+            methods_of_copies=self.config.drafting.methods_of_copies,
+            deadline=self.deadline,
+        )
+
+    def engine(self, drafters: DeviceDrafters, drafter: AnyDrafter | None) -> RolloutEngine:
         """Return an engine on the trainer devices, or workers on separate devices."""
         sched = self.config.sched
-        options = dict[str, Any]()
-        if drafter is not None:
-            options["feature_layers"] = drafter.learned.config.feature_layers
+        settings = engine_settings(self.config, self.inputs.model)
         if sched.has_trainer_devices:
-            return self._trainer_engine(dtype, lockstep=self._lockstep(), **options)
-        engines = make_engines(self.inputs.model, self.config.engine, sched, dtype=dtype, **options)
+            return self._trainer_engine(settings, self._lockstep())
+        engines = make_engines(settings, sched)
         if loss := ahead_loss(sched.mode, *split_devices(sched, jax.local_devices())):
             self.show.message(f"warning: {loss}")
         kind = AheadEngine if sched.mode == "ahead" else MultiEngine
@@ -247,38 +264,38 @@ class RunBuilder:
             hang_limit_s=self.config.run.hang_limit_s,
         )
 
-    def eval_engine(self, dtype: Any) -> RolloutEngine | None:
+    def eval_engine(self) -> RolloutEngine | None:
         """Return an engine for evaluations while the workers continue with the next step."""
         questions = self.partition.max_groups(self.inputs.evals.num_questions)
         num_requests = questions * self.config.eval.samples
-        return self._trainer_engine(dtype, num_evaluated=num_requests)
+        mesh = self._engine_mesh()
+        ways = 1 if mesh is None else axis_ways(mesh.shape, "batch")
+        settings = engine_settings(self.config, self.inputs.model, drafts=False)
+        config = evaluation_engine(self.config, num_requests, ways)
+        return self._trainer_engine(dataclasses.replace(settings, config=config))
+
+    def _engine_mesh(self) -> Mesh | None:
+        own = self.has_own_engine
+        return engine_mesh(self.config, self.inputs.model, self.mesh, own=own)
+
+    @property
+    def has_own_engine(self) -> bool:
+        """True if each of several processes has an engine."""
+        return self.partition.splits and not self.partition.processes.alone
 
     def _trainer_engine(
-        self,
-        dtype: Any,
-        lockstep: LockstepWatch | None = None,
-        num_evaluated: int = 0,
-        **options: Any,
+        self, settings: EngineSettings, lockstep: LockstepWatch | None = None
     ) -> Engine:
         """Return an engine on the trainer devices, or on the trainer devices of this process.
 
-        Weights of a mesh are bound to their devices, so all other arrays must be there too. Unless
-        0, `num_evaluated` is the number of requests of an engine that only evaluates.
+        Weights of a mesh are bound to their devices, so all other arrays must be there too.
         """
-        config = self.config
-        model = self.inputs.model
-        own = self.partition.splits and not self.partition.processes.alone
-        mesh = engine_mesh(config, model, self.mesh, own=own)
-        settings = config.engine
-        if num_evaluated:
-            ways = 1 if mesh is None else axis_ways(mesh.shape, "batch")
-            settings = first_programs.evaluation_engine(config, num_evaluated, ways)
-        options["dtype"] = dtype
-        if not own:
-            return Engine(model, settings, mesh=mesh, lockstep=lockstep, **options)
+        mesh = self._engine_mesh()
+        if not self.has_own_engine:
+            return make_engine(settings, mesh, lockstep=lockstep)
         assert mesh is not None
-        place: dict[str, Any] = {"mesh": mesh} if mesh.size > 1 else {"device": mesh.devices.item()}
-        return ThreadedEngine(model, settings, **place, **options)
+        place = mesh if mesh.size > 1 else mesh.devices.item()
+        return make_engine(settings, place, kind=ThreadedEngine)
 
     def _lockstep(self) -> LockstepWatch | None:
         """Return a watch that compares program launches if one engine spans several processes."""
@@ -289,7 +306,7 @@ class RunBuilder:
         return self.stack.enter_context(watch)
 
     def drafting_workers(
-        self, engine: RolloutEngine, speculation: Speculation
+        self, engine: RolloutEngine, drafters: DeviceDrafters
     ) -> DraftingWorkers | None:
         """Assign workers to drafting, and enable helping by idle workers; None without either."""
         settings = self.config.drafting
@@ -298,7 +315,7 @@ class RunBuilder:
         from reprise.rl.assembly import drafting_run
 
         workers = drafting_run.take_workers(
-            self.config, engine, speculation, self.clock, report=self.show.message
+            self.config, engine, drafters, self.clock, report=self.show.message
         )
         return self.stack.enter_context(workers)
 
@@ -342,52 +359,67 @@ class RunBuilder:
 
     # -- compilation ----------------------------------------------------------------------
 
-    def compile(self, system: System, state: TrainState) -> None:
-        """Compile training, rollouts and evaluation."""
-        weights = system.weights(state.params)
-        learner = system.learner
+    def compile(
+        self,
+        state: TrainState,
+        *,
+        learner: Learner,
+        engine: RolloutEngine,
+        eval_engine: RolloutEngine,
+        drafters: DeviceDrafters,
+        drafter: AnyDrafter | None,
+        rewards: Rewards,
+    ) -> RoundTimes | None:
+        """Compile training, rollouts and evaluation; return the measured seconds of rounds."""
+        processes = self.partition.processes
+        weights = rollout_weights(state.params, learner, engine, self.partition)
         training = trainer.lowered(state, learner.shape, recipe=learner.recipe, base=learner.base)
-        system.rewards.wait_started()
-        bounds = first_programs.rollout_reach(self.config, self.partition)
-        self.compile_rollouts(system, weights, bounds, training)
-        self.compile_evaluation(system, state, weights)
-        if system.drafter is not None:
-            system.drafter.warm_up(system.engine, weights)
+        rewards.wait_started()
+        times = self.compile_rollouts(engine, weights, drafters, drafter, training)
+        evaluated = weights
+        if eval_engine is not engine and (processes.alone or not self.partition.is_central):
+            # needs other programs for the layout
+            evaluated = evaluation_weights(state.params, learner, eval_engine, self.partition)
+        self.compile_evaluation(eval_engine, evaluated)
+        if drafter is not None:
+            drafter.warm_up(engine, weights)
         # a collective may time out while another process compiles
-        system.processes.barrier("compiled", self.watch.heartbeat)
+        processes.barrier("compiled", self.watch.heartbeat)
+        return times
 
     def compile_rollouts(
-        self, system: System, weights: Params, reach: Reach, training: Sequence[Any]
-    ) -> None:
-        engine = system.engine
+        self,
+        engine: RolloutEngine,
+        weights: Params,
+        drafters: DeviceDrafters,
+        drafter: AnyDrafter | None,
+        training: Sequence[Any],
+    ) -> RoundTimes | None:
         tables = first_programs.Kept(
             folder=self.folder,
-            processes=system.processes,
+            processes=self.partition.processes,
             drafting=self.drafting,
             say=self.show.message,
         )
-        engine.do(
+        return engine.do(
             partial(
                 first_programs.warm_up,
                 self.config,
                 engine,
                 weights,
-                system.speculation,
-                reach,
+                drafters,
+                first_programs.rollout_reach(self.config, self.partition),
                 tables,
                 on_compiled=self.on_compiled("training and rollouts"),
                 training=training,
             )
         )
 
-    def compile_evaluation(self, system: System, state: TrainState, weights: Params) -> None:
-        is_own = system.eval_engine is not system.engine
-        if is_own and (system.processes.alone or not self.partition.is_central):
-            weights = system.evaluated(state.params)  # needs other programs for the layout
+    def compile_evaluation(self, engine: RolloutEngine, weights: Params) -> None:
         first_programs.warm_up_evaluation(
             self.config,
             self.inputs,
-            system.eval_engine,
+            engine,
             weights,
             on_compiled=self.on_compiled("evaluation"),
             partition=self.partition,
@@ -428,124 +460,3 @@ def _reference(params: Params, recipe: TrainSpec) -> Params:
     """Return a copy in the dtype of matrix products, which round weights anyway."""
     rounded = trainer.cast_params(params, recipe.trainer.dtype)
     return jax.tree.map(jnp.copy, rounded) if rounded is params else rounded
-
-
-def engine_mesh(
-    config: TrainConfig, model: ModelConfig, mesh: Mesh | None, *, own: bool = False
-) -> Mesh | None:
-    """Return the mesh of an engine on all trainer devices, or if `own`, on the local devices.
-
-    Raises ValueError if `Mesh.rollout_tensor` does not fit the devices or the policy.
-    """
-    if mesh is None:
-        return None
-    devices_here = own_devices(mesh) if own else list(mesh.devices.flat)
-    ways = config.mesh.fsdp * config.mesh.tensor
-    tensor = config.mesh.rollout_tensor
-    return rollout_mesh(devices_here, model.num_kv_heads, ways, tensor)
-
-
-def open_mesh(
-    config: TrainConfig, model: ModelConfig, *, own: bool = False
-) -> tuple[Mesh | None, str | None]:
-    """Return the mesh of a policy, and a remark if its passes compute different bits.
-
-    Every program that opens a policy calls this before loading weights. If `own`, engines use the
-    devices of this process. Raises ValueError.
-    """
-    devices.keep_order(config.numerics.same_bits)
-    mesh = run_mesh(config)
-    engine_mesh(config, model, mesh, own=own)
-    return mesh, check_bits(config, model, mesh)
-
-
-def check_bits(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> str | None:
-    """Return why passes compute different bits; None without a reason or if `same_bits` is False.
-
-    Raises ValueError if `NumericsConfig.same_bits` requires the same bits.
-    """
-    reason = _why_other_bits(config, model, mesh)
-    if reason is None or config.numerics.same_bits is False:
-        return None
-    if config.numerics.same_bits is True:
-        raise ValueError(f"Numerics.same_bits=True: {reason}")
-    return f"tokens and ratios are exact up to rounding: {reason}"
-
-
-def _why_other_bits(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> str | None:
-    tensor_ways = 1 if mesh is None else mesh.shape["tensor"]
-    platform = platform_in_use()
-    if platform == "cpu":
-        return why_other_bits(model, tensor_ways)
-    if platform not in ("cuda", "tpu"):
-        return f"expected CPUs, TPUs or GPUs, whose kernels sum in one order, got a {platform}"
-    if config.cluster.rollouts != "local":
-        return f"expected Cluster.rollouts='local', got {config.cluster.rollouts!r}"
-    if config.cluster.kind == "ray":
-        return "expected Cluster.kind='local' or 'spmd': workers on Ray have flags of their own"
-    if platform == "tpu" and (reason := _large_rounds(config, model, mesh)):
-        return reason
-    if platform == "cuda" and (reason := _single_rows(config, model, mesh)):
-        return reason
-    return why_other_bits_on_accelerators(
-        platform,
-        model,
-        tensor_ways,
-        dtype=config.trainer.dtype,
-        page_tokens=config.engine.page_tokens,
-    )
-
-
-def _large_rounds(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> str | None:
-    """Return why the pages and tokens of a round do not fit into the memories of a TPU core."""
-    from reprise.models.kernels.page_attention_tpu import why_too_large
-
-    engines = engine_mesh(config, model, mesh)
-    sizes = {} if engines is None else engines.shape
-    ways = axis_ways(sizes, "batch") if sizes else 1
-    engine = config.engine.over(ways)
-    prompts = engine.prefill_rows * engine.chunk_tokens(config.longest_tokens, is_cpu=False)
-    return why_too_large(
-        (engine.max_slots // ways, engine.slot_pages(config.longest_tokens)),
-        max(prompts, engine.max_round_nodes, 2 * engine.max_slots),
-        model.num_kv_heads // sizes.get("tensor", 1),
-        model.head_dim,
-        config.trainer.dtype,
-    )
-
-
-def _single_rows(config: TrainConfig, model: ModelConfig, mesh: Mesh | None) -> str | None:
-    """Return why a GPU has one-row products, which XLA sums in another order than its tiles."""
-    engines = engine_mesh(config, model, mesh, own=True)
-    ways = 1 if engines is None else axis_ways(engines.shape, "batch")
-    engine = config.engine.over(ways)
-    prompts = engine.prefill_rows * engine.chunk_tokens(config.longest_tokens, is_cpu=False)
-    rows = {"min_slots": engine.min_slots, "prefill_rows × prefill_chunk_tokens": prompts}
-    for name, size in rows.items():
-        if size < 2 * ways:
-            return (
-                f"expected Engine.{name} of at least {2 * ways}, two for each of {ways} part(s) of "
-                f"the devices, got {size}: one row of a product has another order of sums"
-            )
-    return None
-
-
-def run_mesh(config: TrainConfig) -> Mesh | None:
-    """Return the mesh of a configuration, with an equal number of devices from each process.
-
-    Return None if one device is enough. Raises ValueError for too many or too few devices.
-    """
-    of_processes: dict[int, list[jax.Device]] = {}
-    for device in devices.found():
-        of_processes.setdefault(device.process_index, []).append(device)
-    rows: list[Sequence[jax.Device]] = list(of_processes.values())
-    if config.cluster.kind != "ray":  # Ray workers have other devices
-        rows = [split_devices(config.sched, row)[0] for row in rows]
-    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
-    is_single = jax.process_count() == 1
-    if is_single and (sizes == (1, 1, 1) or (len(rows[0]) == 1 and sizes == (-1, 1, 1))):
-        return None
-    if config.sched.beside_training and config.mesh.data != -1:
-        each = math.ceil(math.prod(sizes) / len(rows))
-        rows = [row[:each] for row in rows]
-    return make_mesh(config.mesh, [device for row in rows for device in row])

@@ -83,23 +83,14 @@ class System:
     # -- weights ------------------------------------------------------------------------
 
     def weights(self, params: Params) -> Params:
-        """Return the policy for rollouts (`rollout_weights`).
-
-        The weights are on the host if workers use them while an update donates the device copy.
-        """
-        weights = self._rollout_weights(params, self.engine)
-        return on_host(weights) if isinstance(self.engine, AheadEngine) else weights
-
-    def _rollout_weights(self, trained: Params, engine: RolloutEngine) -> Params:
-        return rollout_weights(self.learner.policy(trained, engine.dtype), engine, self.partition)
+        """Return the policy for rollouts (`rollout_weights`)."""
+        return rollout_weights(params, self.learner, self.engine, self.partition)
 
     def evaluated(self, params: Params) -> Params:
         """Return the policy for evaluations, on the devices of an engine that only evaluates."""
-        one = self.eval_engine
-        if one is self.engine:
+        if self.eval_engine is self.engine:
             return self.weights(params)
-        weights = self._rollout_weights(params, one)
-        return one.do(lambda: one.engines[0].place(weights))
+        return evaluation_weights(params, self.learner, self.eval_engine, self.partition)
 
     def host_weights(self, params: Params) -> HostWeights:
         """Return a host copy of the policy; all processes of a run must call this together."""
@@ -148,27 +139,42 @@ class System:
         self.leave_if_stopped(may_leave and self.processes.alone)
 
 
-def rollout_weights(params: Params, engine: RolloutEngine, partition: Partition) -> Params:
-    """Return the policy in the engine dtype, laid out for an engine on the trainer devices.
+def rollout_weights(
+    trained: Params, learner: Learner, engine: RolloutEngine, partition: Partition
+) -> Params:
+    """Return the trained policy in the engine dtype, laid out for an engine on the trainer devices.
 
     Weights are rounded before they move. If each process has an engine, the weights are on the
     devices of this process in the trainer mesh. If process 0 has all workers, the weights are on
-    its host, and other processes get a tree of None. All processes must call this together.
+    its host, and other processes get a tree of None. They are also on the host if workers use them
+    while an update donates the device copy. All processes must call this together.
     """
+    params = learner.policy(trained, engine.dtype)
     one, *more = engine.engines
+    weights: Params
     if partition.processes.alone or not partition.splits:
+        weights = trainer.cast_params(params, engine.dtype)
+        if one.mesh is not None:
+            weights = laid_out(weights, param_specs(one.model), one.mesh)
+    elif partition.is_central:
         rounded = trainer.cast_params(params, engine.dtype)
-        return rounded if one.mesh is None else laid_out(rounded, param_specs(one.model), one.mesh)
-    if partition.is_central:
-        rounded = trainer.cast_params(params, engine.dtype)
-        copy: Params = host_copy(rounded, keep=partition.processes.is_first)
-        return copy
-    place = one.mesh or one.device
-    mesh = jax.tree.leaves(params)[0].sharding.mesh
-    theirs = [one.device] if one.mesh is None else one.mesh.devices.flat
-    if more or not set(theirs) <= set(own_devices(mesh)):
-        place = own_part(mesh)  # each engine copies the weights from there
-    return local_weights(params, one.model, place, engine.dtype)
+        weights = host_copy(rounded, keep=partition.processes.is_first)
+    else:
+        place = one.mesh or one.device
+        mesh = jax.tree.leaves(params)[0].sharding.mesh
+        theirs = [one.device] if one.mesh is None else one.mesh.devices.flat
+        if more or not set(theirs) <= set(own_devices(mesh)):
+            place = own_part(mesh)  # each engine copies the weights from there
+        weights = local_weights(params, one.model, place, engine.dtype)
+    return on_host(weights) if isinstance(engine, AheadEngine) else weights
+
+
+def evaluation_weights(
+    trained: Params, learner: Learner, engine: RolloutEngine, partition: Partition
+) -> Params:
+    """Return the trained policy on the devices of an engine that only evaluates."""
+    weights = rollout_weights(trained, learner, engine, partition)
+    return engine.do(lambda: engine.engines[0].place(weights))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

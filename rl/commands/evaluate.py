@@ -123,7 +123,7 @@ def _configurations(
 
 def _run(args: argparse.Namespace, job: _Evaluation) -> int:
     """Load the weights, evaluate, print."""
-    from reprise.rl.assembly.setup import engine_mesh, open_mesh
+    from reprise.rl.assembly.meshes import engine_mesh, open_mesh
     from reprise.rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
     from reprise.rl.records.trajectory import NonFiniteLogits
     from reprise.rl.rewards.pool import RewardPool
@@ -172,15 +172,14 @@ def _respond(
     job: _Evaluation, params: Any, mesh: Any, pool: Rewards, on_round: OnRound
 ) -> list[Answers]:
     """Return the answers of these weights, scored by the pool, on a separate engine."""
-    from reprise.rl.engine.engine import Engine
+    from reprise.rl.assembly.engines import engine_settings
     from reprise.rl.exchange.responses import Scorer
     from reprise.rl.learner.trainer import cast_params
-    from reprise.rl.settings.config import recipe
+    from reprise.rl.workers.engines import make_engine
 
     config = job.config
     inputs = job.inputs
-    dtype = recipe(config, inputs.model).trainer.dtype
-    engine = Engine(inputs.model, config.engine, dtype=dtype, mesh=mesh)
+    engine = make_engine(engine_settings(config, inputs.model, drafts=False), mesh)
     scorer = Scorer(inputs.tokenizer, pool, lambda: None, config.eval.samples)
     weights = cast_params(params, engine.dtype)
     return evaluation.respond(engine, weights, config, inputs, scorer, on_round)

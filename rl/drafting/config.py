@@ -68,3 +68,8 @@ class DraftingConfig:
     def helps(self) -> bool:
         """True if idle workers help with the requests of others."""
         return self.requests_per_helper > 0
+
+    @property
+    def methods_of_copies(self) -> tuple[Method, ...]:
+        """The sources that draft for copies of requests; none unless idle workers help."""
+        return self.methods if self.helps else ()

@@ -74,6 +74,11 @@ class DraftingWorkers(DrafterSource):
         self.workers: list[DraftingWorker] = []
         self.peers: list[Peer] = []
 
+    @property
+    def sources(self) -> Mapping[str, DrafterSource]:
+        """The sources of a run that draft here; none before `take`."""
+        return {MODEL: self} if self.workers else {}
+
     def take(self, engines: MutableSequence[Engine], count: int) -> None:
         """Take the last `count` of the verifying engines, to draft on their devices."""
         assert not self.workers and 0 < count < len(engines), "once, and some are left"

@@ -21,7 +21,8 @@ from reprise.models import hf, kv_cache
 from reprise.models.config import ModelConfig, param_specs, trained_specs
 from reprise.models.entries import no_pending
 from reprise.models.layout import CACHE_AXES, ENTRY_AXES, axis_ways, rollout_tensor, shard_shape
-from reprise.rl.assembly.first_programs import evaluation_engine, rollout_reach
+from reprise.rl.assembly.engines import evaluation_engine
+from reprise.rl.assembly.first_programs import rollout_reach
 from reprise.rl.engine import cache_ops
 from reprise.rl.learner import critic
 from reprise.rl.learner.optimizer import make_optimizer

@@ -15,9 +15,9 @@ import numpy as np
 from reprise.models import hf, sharding, transformer
 from reprise.models.config import MeshConfig, ModelConfig, trained_specs
 from reprise.models.sharding import make_mesh
+from reprise.rl.assembly.engines import engine_settings
 from reprise.rl.assembly.first_programs import rollout_reach
-from reprise.rl.assembly.setup import check_bits
-from reprise.rl.engine.engine import Engine
+from reprise.rl.assembly.meshes import check_bits
 from reprise.rl.learner import critic, trainer
 from reprise.rl.learner.optimizer import TrainState, make_optimizer, state_shapes
 from reprise.rl.preflight.memory import (
@@ -39,6 +39,7 @@ from reprise.rl.speculation.device_drafters import (
 )
 from reprise.rl.warm_up import compile_buckets
 from reprise.rl.warm_up.rollout_programs import WHOLE_MODEL, Pool, Program
+from reprise.rl.workers.engines import make_engine
 from reprise.spec.budget.config import LEARNED, MODEL
 from reprise.spec.eagle import model as eagle
 from reprise.spec.eagle.model import EagleWeights
@@ -104,11 +105,7 @@ class RunPrograms:
         tensor, size = (self.layout.worker_mesh[axis] for axis in ("tensor", "data"))
         place = [d for group in groups for d in group[-rolls:]][: tensor * size]
         self.worker_mesh = make_mesh(MeshConfig(tensor=tensor), place)
-        shape = drafter_shape(self.config, model)
-        layers = None if shape is None else shape.feature_layers
-        dtype = self.recipe.trainer.dtype
-        options: dict[str, Any] = {"mesh": self.worker_mesh, "dtype": dtype}
-        self.engine = Engine(model, self.config.engine, **options, feature_layers=layers)
+        self.engine = make_engine(engine_settings(self.config, model), self.worker_mesh)
 
     @cached_property
     def state(self) -> TrainState:

@@ -35,7 +35,8 @@ from reprise.models.config import LORA_TARGETS, trained_specs, with_adapters
 from reprise.models.lora import cut_to, merge
 from reprise.models.lora import init as new_adapter
 from reprise.models.transformer import Params
-from reprise.rl.assembly import setup
+from reprise.rl.assembly.meshes import open_mesh
+from reprise.rl.assembly.setup import make_learner
 from reprise.rl.checkpoint import reader
 from reprise.rl.checkpoint.checkpointer import Checkpointer
 from reprise.rl.checkpoint.config import CheckpointConfig
@@ -113,15 +114,14 @@ class Policy:
         self.config = config
         self.tokenizer = inputs.tokenizer
         self.model = inputs.model
-        self._mesh, rounding = setup.open_mesh(config, inputs.model)
+        self._mesh, rounding = open_mesh(config, inputs.model)
         if rounding is not None:
             say(rounding, sys.stderr)
         self._total: Accumulator | None = None
         self._now: Sampler | None = None  # until the next optimizer step
         with on_mesh(self._mesh):
-            self._learner, self._state = setup.make_learner(config, inputs, self._mesh)
-            dtype = self._learner.recipe.trainer.dtype
-            self._rollouts = Rollouts(config, inputs, self._mesh, dtype)
+            self._learner, self._state = make_learner(config, inputs, self._mesh)
+            self._rollouts = Rollouts(config, inputs, self._mesh)
 
     def with_new_adapter(
         self, seed: int = 0, rank: int | None = None, targets: Sequence[str] = ()

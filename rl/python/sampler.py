@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 from reprise.models.config import param_specs
 from reprise.models.lora import trained_part
 from reprise.models.transformer import Params
-from reprise.rl.assembly import setup
+from reprise.rl.assembly.engines import engine_settings
+from reprise.rl.assembly.meshes import engine_mesh
 from reprise.rl.engine.engine import Engine, OnRound
 from reprise.rl.engine.rollout_spec import DrafterFactory, RolloutSpec, draft_with
 from reprise.rl.learner.data import Datum
@@ -28,13 +29,16 @@ from reprise.rl.records.trajectory import Request, Trajectory
 from reprise.rl.runtime.parallel_compile import OnCompiled, unwatched
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import Inputs
+from reprise.rl.speculation.device_drafters import NO_DRAFTERS
 from reprise.rl.speculation.reuse import remember
-from reprise.rl.speculation.sources import Speculation
+from reprise.rl.speculation.sources import Speculation, make_bandits
 from reprise.rl.warm_up import compile_buckets, kept_rounds, round_times
 from reprise.rl.warm_up.rollout_programs import Reach
+from reprise.rl.workers.engines import make_engine
 from reprise.spec.config import SamplingConfig
 from reprise.spec.drafter import Drafter
 from reprise.spec.reuse.rollout_cache import RolloutCache
+from reprise.spec.round_times import RoundTimes
 from reprise.spec.sampling import step_key
 
 Prompt = str | Sequence[int]
@@ -63,7 +67,7 @@ class Rollouts:
     samples without a seed, and `drawn` records how each response was drawn.
     """
 
-    def __init__(self, config: TrainConfig, inputs: Inputs, mesh: Mesh | None, dtype: Any) -> None:
+    def __init__(self, config: TrainConfig, inputs: Inputs, mesh: Mesh | None) -> None:
         if config.speculation.learns or config.speculation.asks_model:
             raise ValueError(
                 "Speculation.sources: samples have drafts of history, histospec, group, own and of "
@@ -72,12 +76,8 @@ class Rollouts:
         self.config = config
         self.inputs = inputs
         self.mesh = mesh
-        self.engine = Engine(
-            inputs.model,
-            config.engine,
-            mesh=setup.engine_mesh(config, inputs.model, mesh),
-            dtype=dtype,
-        )
+        place = engine_mesh(config, inputs.model, mesh)
+        self.engine = make_engine(engine_settings(config, inputs.model), place)
         self.cache = RolloutCache(config.rollout.cache_bytes, vocab_size=inputs.model.vocab_size)
         self.speculation = open_speculation(config, self.cache)
         self.num_calls = 0
@@ -100,10 +100,10 @@ class Rollouts:
     def drafts(
         self, weights: Params, keys: Sequence[str], prompts: Sequence[Any], n: int
     ) -> DrafterFactory:
-        speculation = self.speculation
-        if needs_times(speculation):
-            warm_up(self.config, self.engine, weights, speculation)
-        return speculation.drafter_factory(keys, prompts, group_size=n)
+        if needs_times(self.speculation):
+            times = warm_up(self.config, self.engine, weights)
+            self.speculation = open_speculation(self.config, self.cache, times)
+        return self.speculation.drafter_factory(keys, prompts, group_size=n)
 
     def noise_key(self, seed: int | None) -> jax.Array:
         """Return the key of `seed`, or without a seed, of `Run.seed` and the next call number.
@@ -124,8 +124,20 @@ class Rollouts:
         return Sample(prompt, response, t.logprobs, text, t.truncated, sampling, version)
 
 
-def open_speculation(config: TrainConfig, cache: RolloutCache) -> Speculation:
-    return Speculation(config.speculation, cache, tuner=config.tuner, seed=config.run.seed)
+def open_speculation(
+    config: TrainConfig,
+    cache: RolloutCache,
+    times: RoundTimes | None = None,
+    *,
+    has_history: bool = False,
+) -> Speculation:
+    return Speculation(
+        config.speculation,
+        cache,
+        times=times,
+        bandits=make_bandits(config.speculation, NO_DRAFTERS, config.tuner, config.run.seed),
+        has_history=has_history,
+    )
 
 
 def needs_times(speculation: Speculation) -> bool:
@@ -138,24 +150,24 @@ def warm_up(
     config: TrainConfig,
     engine: Engine,
     weights: Params,
-    speculation: Speculation,
     on_compiled: OnCompiled = unwatched,
-) -> None:
-    """Compile the rollout programs, and measure round times if the budget needs them."""
+) -> RoundTimes | None:
+    """Compile the rollout programs; measure and return round times if the budget needs them."""
     sampling = config.sampling
-    enabled = speculation.config.enabled
+    enabled = config.speculation.enabled
     reach = Reach(engine.config.max_slots, config.rollout.max_prompt_tokens, speculative=enabled)
     compile_buckets.warm_up(engine, weights, sampling, reach, on_compiled)
-    if needs_times(speculation):
-        speculation.times = round_times.load_or_measure(
-            None,
-            engine,
-            weights,
-            sampling,
-            reach,
-            speculation=speculation.config,
-            shared_folder=kept_rounds.folder(),
-        )
+    if not enabled or config.speculation.budget_kind[0] == "fixed":
+        return None
+    return round_times.load_or_measure(
+        None,
+        engine,
+        weights,
+        sampling,
+        reach,
+        speculation=config.speculation,
+        shared_folder=kept_rounds.folder(),
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

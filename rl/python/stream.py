@@ -22,8 +22,8 @@ import numpy as np
 from reprise.models import lora
 from reprise.models.config import with_adapters
 from reprise.models.transformer import Params
-from reprise.rl.assembly import setup
-from reprise.rl.engine.engine import Engine
+from reprise.rl.assembly.engines import engine_settings
+from reprise.rl.assembly.meshes import engine_mesh
 from reprise.rl.engine.rollout_spec import RolloutSpec
 from reprise.rl.engine.stats import EngineStats
 from reprise.rl.python.sampler import (
@@ -45,6 +45,7 @@ from reprise.rl.records.trajectory import (
 from reprise.rl.runtime.parallel_compile import OnCompiled, unwatched
 from reprise.rl.speculation.sources import history_rule
 from reprise.rl.warm_up.step_seconds import loss_text, step_seconds
+from reprise.rl.workers.engines import make_engine
 from reprise.spec.config import SamplingConfig
 from reprise.spec.retrieval.group import DraftServer
 from reprise.spec.retrieval.history import GrowingHistory
@@ -141,15 +142,14 @@ class Stream:
     ) -> None:
         config = rollouts.config
         model = lora.with_places(rollouts.inputs.model, places)
-        mesh = setup.engine_mesh(config, model, rollouts.mesh)
+        mesh = engine_mesh(config, model, rollouts.mesh)
         self._rollouts = rollouts
         self._base = base
         self._places = _Places(places)
         self._report = report
-        self._engine = Engine(model, config.engine, mesh=mesh, dtype=rollouts.engine.dtype)
+        self._engine = make_engine(engine_settings(config, model), mesh)
         self._adapters = lora.no_adapters(model, rollouts.engine.dtype)
-        self._speculation = open_speculation(config, RolloutCache())
-        self._speculation.has_history = True
+        self._speculation = open_speculation(config, RolloutCache(), has_history=True)
         self._has_drafts = False  # of this rollout
         self._history = GrowingHistory(0)
         if config.speculation.history_source is not None:
@@ -177,7 +177,11 @@ class Stream:
         rollouts = self._rollouts
         none = jax.tree.map(jnp.copy, self._adapters)
         with on_mesh(rollouts.mesh):
-            warm_up(rollouts.config, self._engine, self._params(), self._speculation, on_compiled)
+            times = warm_up(rollouts.config, self._engine, self._params(), on_compiled)
+            if needs_times(self._speculation):
+                self._speculation = open_speculation(
+                    rollouts.config, RolloutCache(), times, has_history=True
+                )
             one = lora.no_adapters(rollouts.inputs.model, self._engine.dtype)
             lora.put_adapter(none, one, jnp.int32(0))
 
@@ -236,9 +240,9 @@ class Stream:
     def _open(self) -> None:
         config = self._rollouts.config
         inputs = self._rollouts.inputs
-        speculation = self._speculation
-        if needs_times(speculation):
+        if needs_times(self._speculation):
             self.warm_up()
+        speculation = self._speculation
         self._siblings = DraftServer()
         self._has_drafts = not speculation.is_off
         if not self._has_drafts:

@@ -20,12 +20,10 @@ import jax
 import numpy as np
 
 from reprise.models import transformer
-from reprise.models.sharding import rollout_mesh
 from reprise.rl.cluster import ray_session
 from reprise.rl.cluster.actors import ActorDied, Handle
 from reprise.rl.drafter_training.trainer import empty_batch
 from reprise.rl.drafting.workers import RemoteDrafts
-from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import DrafterFactory, RolloutSpec
 from reprise.rl.engine.stats import EngineStats
 from reprise.rl.ray_workers.place import (
@@ -40,21 +38,23 @@ from reprise.rl.runtime.parallel_compile import keep_programs
 from reprise.rl.runtime.waits import ProgramLost
 from reprise.rl.speculation.device_drafters import DeviceDrafterSource, DraftModel, LearnedDrafter
 from reprise.rl.speculation.history_workers import history_index
-from reprise.rl.speculation.sources import Speculation, StepDrafts, history_rule
+from reprise.rl.speculation.sources import Speculation, StepDrafts, history_rule, make_bandits
 from reprise.rl.warm_up import compile_buckets, transfer_times
 from reprise.rl.warm_up.rollout_programs import Reach
 from reprise.rl.warm_up.round_times import load_or_measure
 from reprise.rl.weights.versions import Offer, WeightCopy
+from reprise.rl.workers.engines import make_engine, place_on
 from reprise.rl.workers.group_drafts import SharedDrafts
 from reprise.rl.workers.messages import Command, Report, WorkerLimits
 from reprise.rl.workers.worker import RolloutWorker
-from reprise.spec.budget.config import BANDIT, LEARNED, MODEL
+from reprise.spec.budget.config import LEARNED, MODEL
 from reprise.spec.config import SamplingConfig
 from reprise.spec.eagle import model as eagle
 from reprise.spec.eagle import training as drafter_training
 from reprise.spec.eagle.model import EagleParams, EagleWeights
 from reprise.spec.eagle.training_data import DrafterBatch, HiddenStates, RequestSample
 from reprise.spec.reuse.rollout_cache import RolloutCache
+from reprise.spec.round_times import RoundTimes
 from reprise.spec.sampling import KEY_IMPL
 
 
@@ -89,36 +89,36 @@ class WorkerActor:
                 f"expected {count} devices for Sched.devices_per_worker, got {len(devices)} on "
                 f"{socket.gethostname()}"
             )
-        mesh = rollout_mesh(devices[:count], settings.model.num_kv_heads) if count > 1 else None
         self._learned = _learned(settings.learned)
         self._drafters = _drafters(settings, self._learned)
-        layers = None if settings.learned is None else settings.learned.config.feature_layers
-        self.engine = Engine(
-            settings.model,
-            settings.engine,
-            dtype=np.dtype(settings.dtype),
-            mesh=mesh,
-            number=settings.number,
-            feature_layers=layers,
-        )
-        self._speculation = Speculation(
-            settings.speculation,
-            RolloutCache(),
-            self._drafters,
-            settings.tuner,
-            seed=settings.seed,
-        )
-        if settings.model_apart:
-            self._speculation.apart_elsewhere = frozenset({MODEL})
+        place = place_on(devices[:count], settings.engine.model)
+        self.engine = make_engine(settings.engine, place, number=settings.number)
         self._copy = WeightCopy(partial(_fetch, limit_s=settings.fetch_s))
         self._placed: tuple[int, Any] | None = None
         self._remarks = list[str]()
         self._apart = RemoteDrafts(self._remarks.append)
+        own = dict(self._drafters)
+        if settings.model_apart:
+            own.pop(MODEL, None)
+        self._bandits = make_bandits(settings.speculation, own, settings.tuner, settings.seed)
+        self._speculation = self._make_speculation(None)
         self._sinks = list[_Sink]()
         self._training: tuple[int, EagleParams] | None = None
         self._worker: RolloutWorker | None = None
         self._reach: Reach | None = None  # once compiled
         self._is_tuned = False
+
+    def _make_speculation(self, times: RoundTimes | None) -> Speculation:
+        settings = self._settings
+        return Speculation(
+            settings.speculation,
+            RolloutCache(),
+            self._drafters,
+            times=times,
+            bandits=self._bandits,
+            apart={MODEL: self._apart} if settings.model_apart else {},
+            methods_of_copies=settings.methods_of_copies,
+        )
 
     # -- before the first rollout ------------------------------------------------------------
 
@@ -144,9 +144,9 @@ class WorkerActor:
         self, params: Any, sampling: SamplingConfig, reach: Reach, rounds: str | None
     ) -> Measured:
         settings = self._settings
-        speculation = self._speculation
         engine = self.engine
         moves = ""
+        times = None
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "moves.json")
             if rounds is None:
@@ -156,22 +156,22 @@ class WorkerActor:
                 path = Path(folder, "rounds.json")
                 if rounds:
                     path.write_text(rounds)
-                speculation.times = load_or_measure(
+                times = load_or_measure(
                     path, engine, params, sampling, reach, speculation=settings.speculation
                 )
                 rounds = path.read_text()
+                self._speculation = self._make_speculation(times)
             if reach.speculative:
-                assert speculation.times is not None
-                separate = {MODEL: RemoteDrafts(print)} if settings.model_apart else None
+                assert times is not None
                 compile_buckets.compile_host_kernels(
                     settings.speculation,
-                    speculation.times,
+                    times,
                     engine,
                     params,
                     sampling,
                     self._drafters,
                     settings.tuner,
-                    separate,
+                    {MODEL: RemoteDrafts(print)} if settings.model_apart else {},
                 )
         return Measured(rounds or "", moves, self.engine.clock())
 
@@ -235,17 +235,16 @@ class WorkerActor:
         for sink in self._sinks:  # other threads may add more
             while sink.states:
                 states.append(sink.states.popleft())
-        if report.is_idle and self._settings.speculation.budget == BANDIT:
-            bandit = self._speculation.bandit(self.engine.number).state()
+        if report.is_idle and self._bandits is not None:
+            bandit = self._bandits.of(self.engine.number).state()
         return Reply(report._replace(stats=stats), self._num_rollouts, states, remarks, bandit)
 
     def _spec(self, message: RolloutMessage, stack: ExitStack) -> RolloutSpec:
         """Return the rollout of a message; `stack` closes its links to other programs."""
-        speculation = self._speculation
-        number = self.engine.number
         sink = None
         if message.bandit is not None and not self._is_tuned:  # later messages have older states
-            speculation.bandit(number).load_state(message.bandit)
+            assert self._bandits is not None, "the run has the same budget"
+            self._bandits.of(self.engine.number).load_state(message.bandit)
             self._is_tuned = True
         if message.sample is not None:
             sink = _Sink(message.sink, message.sample)
@@ -259,7 +258,7 @@ class WorkerActor:
             key=jax.random.wrap_key_data(message.key, impl=KEY_IMPL),
             drafts=drafts,
             sink=sink,
-            times=speculation.times,
+            times=self._speculation.times,
         )
 
     def _drafter(
@@ -271,8 +270,6 @@ class WorkerActor:
         config = speculation.config
         if message.apart is not None:
             self._apart.use(message.apart, speculation.times)
-            speculation.apart = {MODEL: self._apart}
-        speculation.methods_of_copies = drafts.methods
         if self._drafts is not None and "group" in config.sources:
             exchange = partial(_exchange, self._drafts, self._settings.fetch_s)
             shared = SharedDrafts(message.name, drafts.group_size, exchange, self._remarks.append)

@@ -16,22 +16,22 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from reprise.models.config import ModelConfig
 from reprise.models.transformer import Params
 from reprise.rl.cluster.actors import Actor
 from reprise.rl.drafting.workers import DraftsApart
-from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.rollout_spec import RolloutSpec, no_drafts
 from reprise.rl.engine.stats import EngineStats
 from reprise.rl.runtime.waits import ProgramLost
+from reprise.rl.speculation.bandits import Bandits
 from reprise.rl.speculation.config import DraftModelConfig, SpeculationConfig
 from reprise.rl.speculation.device_drafters import LearnedDrafter
-from reprise.rl.speculation.sources import Speculation, StepDrafts
+from reprise.rl.speculation.sources import StepDrafts
 from reprise.rl.warm_up.rollout_programs import Reach
 from reprise.rl.weights.versions import Offer, Published
+from reprise.rl.workers.engines import EngineSettings
 from reprise.rl.workers.messages import Command, Prepare, Report, WorkerLimits
 from reprise.rl.workers.pool import DaemonThread, IdleWork
-from reprise.spec.budget.config import BANDIT, LEARNED, TunerConfig
+from reprise.spec.budget.config import TunerConfig
 from reprise.spec.config import SamplingConfig
 from reprise.spec.eagle.config import DrafterTrainingConfig, EagleConfig, TreeConfig
 from reprise.spec.eagle.model import EagleParams
@@ -72,9 +72,7 @@ class WorkerSettings:
     """
 
     number: int
-    model: ModelConfig
-    engine: EngineConfig
-    dtype: str
+    engine: EngineSettings
     num_devices: int
     speculation: SpeculationConfig
     tuner: TunerConfig
@@ -82,6 +80,7 @@ class WorkerSettings:
     draft_model: DraftModelConfig | None
     model_here: bool
     model_apart: bool
+    methods_of_copies: tuple[str, ...]
     learned: LearnedSettings | None
     fetch_s: float  # timeout for values from Ray's store
     folder: str  # of the run's program; paths of user files are relative to it
@@ -148,21 +147,23 @@ class Reply:
 class Shared:
     """Values that all workers of a run on Ray share; thread-safe.
 
-    `apart` returns the drafting workers of a worker; `share` puts a value into Ray's store.
+    `share` puts a value into Ray's store; `learned` is the learned drafter of the run, and
+    `bandits` are the bandits of its budget. `apart` returns the drafting workers of a worker.
     """
 
     def __init__(
         self,
-        speculation: Speculation,
         share: Callable[[Any], Any],
+        *,
+        learned: LearnedDrafter | None = None,
+        bandits: Bandits | None = None,
         apart: Callable[[int], DraftsApart] | None = None,
     ) -> None:
-        self._speculation = speculation
         self._share = share
+        self._learned = learned
+        self._bandits = bandits
         self._apart = apart
         self.weights = Published(share)
-        learned = speculation.drafters.get(LEARNED)
-        self._learned = learned if isinstance(learned, LearnedDrafter) else None
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._names = weakref.WeakKeyDictionary[Any, str]()  # of rollouts, by their drafts
@@ -183,20 +184,16 @@ class Shared:
             sink,
             getattr(spec.sink, "sample", None),
             None if self._apart is None or drafts is None else self._apart(worker),
-            self._bandit(worker),
+            None if self._bandits is None else self._bandits.of(worker).state(),
         )
 
     def _name(self, drafts: Any) -> str:
         with self._lock:
             return self._names.setdefault(drafts, f"rollout {next(self._numbers)}")
 
-    def _bandit(self, worker: int) -> dict[str, Any] | None:
-        if self._speculation.config.budget != BANDIT:
-            return None
-        return self._speculation.bandit(worker).state()
-
     def tuned(self, worker: int, state: dict[str, Any]) -> None:
-        self._speculation.bandit(worker).load_state(state)
+        assert self._bandits is not None, "its worker has one"
+        self._bandits.of(worker).load_state(state)
 
     def drafter(self, have: int | None) -> tuple[int, Any] | None:
         """Return the newest (version, weights) of the learned drafter; None if `have` is newest."""

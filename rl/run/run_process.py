@@ -18,7 +18,7 @@ from jax.errors import JaxRuntimeError
 from reprise.models import lora, peft_files
 from reprise.models.hf_files import WeightsError
 from reprise.models.hints import program
-from reprise.rl.assembly.setup import open_mesh
+from reprise.rl.assembly.meshes import open_mesh
 from reprise.rl.checkpoint.checkpointer import SaveError
 from reprise.rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
 from reprise.rl.cluster import join

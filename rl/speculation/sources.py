@@ -8,15 +8,12 @@ on accelerators, docs/architecture.md), so nothing here can change the training.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import re
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,15 +21,9 @@ from reprise.rl.engine.rollout_spec import DrafterContext, DrafterFactory, no_dr
 from reprise.rl.records.trajectory import Prompt
 from reprise.rl.runtime.waits import Deadline, Hang, result_of
 from reprise.rl.speculation.config import SOURCES, USER, SpeculationConfig
-from reprise.rl.speculation.device_drafters import (
-    NO_DRAFTERS,
-    DeviceDrafters,
-    DrafterSource,
-    LearnedDrafter,
-)
+from reprise.rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters, DrafterSource
 from reprise.rl.speculation.history_workers import HistoryWorkers, Shard
 from reprise.sched.request import copy_of
-from reprise.spec.budget.bandit import BanditBudget, BegMab, make_bandit
 from reprise.spec.budget.budget import Budget
 from reprise.spec.budget.config import BANDIT, LEARNED, MODEL, OWN, TunerConfig
 from reprise.spec.budget.goodput import make_budget
@@ -53,8 +44,11 @@ from reprise.spec.retrieval.suffix_queries import ProposalRule
 from reprise.spec.reuse.rollout_cache import CachedGroup, RolloutCache
 from reprise.spec.round_times import RoundTimes, RunSeconds
 
+if TYPE_CHECKING:
+    from reprise.rl.speculation.bandits import Bandits
+
 HISTORY_RULES = {"history": history.RULE, "histospec": history.PAPER_RULE}
-MAX_WORKERS = 2**16
+NOWHERE: Mapping[str, DrafterSource] = {}
 
 
 def history_rule(config: SpeculationConfig) -> ProposalRule:
@@ -86,8 +80,8 @@ class StepDrafts:
     """A factory of drafters and budget for each worker of a rollout.
 
     The other fields are arguments of `Speculation.drafter_factory`, the `history` of the prompts,
-    references to `shards` of its index, and the `methods` of copies. Another program can make the
-    same drafters from these fields.
+    and references to `shards` of its index. Another program can make the same drafters from these
+    fields.
     """
 
     make: DrafterFactory
@@ -98,49 +92,55 @@ class StepDrafts:
     group_size: int
     history: Mapping[str, CachedGroup]
     shards: tuple[Any, ...] = ()
-    methods: tuple[str, ...] = ()
 
     def __call__(self, context: DrafterContext) -> tuple[Drafter | None, Budget | None]:
         return self.make(context)
 
 
 class Speculation:
-    """The drafters of a run, and their state between rollouts. A context manager."""
+    """The drafters of a run, and their state between rollouts. A context manager.
+
+    Budgets decide by the measured seconds `times`, corrected by the rounds of the run (`seconds`).
+    Drafting workers draft the sources in `apart`, and `methods_of_copies` are the sources for
+    copies of requests. With `for_others`, workers of other programs index the history themselves,
+    or `history_workers` do. `has_history` says whether prompts have earlier responses before
+    `drafter_factory` finds out.
+    """
 
     def __init__(
         self,
         config: SpeculationConfig,
         cache: RolloutCache,
         drafters: DeviceDrafters = NO_DRAFTERS,
-        tuner: TunerConfig | None = None,
         *,
-        seed: int = 0,
+        times: RoundTimes | None = None,
+        bandits: Bandits | None = None,
+        apart: Mapping[str, DrafterSource] = NOWHERE,
+        methods_of_copies: tuple[str, ...] = (),
+        for_others: bool = False,
+        history_workers: HistoryWorkers | None = None,
+        has_history: bool = False,
         deadline: Deadline | None = None,
     ) -> None:
         wanted = {LEARNED: config.learns, MODEL: config.asks_model}
         assert drafters.keys() == {n for n in wanted if wanted[n]}, "those that the sources name"
         self.config = config
-        self.drafters = drafters
-        self.times: RoundTimes | None = None  # set once it is measured
+        self.times = times
         self.seconds = RunSeconds(config.losing_steps)  # of all steps so far
+        self.bandits = bandits
+        self.has_history = has_history
+        self._drafters = drafters
         self._user_drafters = _user_drafters(config)
         self._user_budget = _user_budget(config)
+        self._apart = apart
+        self._methods_of_copies = methods_of_copies
         self._cache = cache
+        self._for_others = for_others
+        self._history_workers = history_workers
         self._deadline = deadline or Deadline()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="history")
         self._building: Future[_Built] | None = None
         self._used: _Built | None = None  # by the current or the last rollout
-        self.has_history = False  # whether its prompts have earlier responses
-        self._tuner = tuner or TunerConfig()
-        self._seed = seed
-        self._bandits: dict[int, BegMab] = {}  # by worker
-        self._lock = threading.Lock()
-        self.for_others = False  # whether workers of other programs index the history themselves
-        self.history_workers: HistoryWorkers | None = None  # or index it for these workers
-        # sources that drafting workers draft from, in place of rollout workers
-        self.apart: Mapping[str, DrafterSource] = {}
-        self.apart_elsewhere = frozenset[str]()  # sources of workers in other programs
-        self.methods_of_copies: tuple[str, ...] = ()  # sources for requests with copies
 
     def drafter_factory(
         self,
@@ -180,7 +180,7 @@ class Speculation:
             last or {},
             index,
             server or DraftServer(group_size),
-            Progress() if self.methods_of_copies else None,
+            Progress() if self._methods_of_copies else None,
             self.times_now,
         )
         groups, shards = (built.groups, built.shards) if built else ({}, ())
@@ -194,7 +194,6 @@ class Speculation:
             group_size,
             groups,
             trees,
-            self.methods_of_copies,
         )
 
     def _drafts(
@@ -217,14 +216,14 @@ class Speculation:
                 return GroupDrafter(server=server)
             if source == OWN:
                 return NgramDrafter()
-            if source in self.drafters:
-                return self.drafters[source].drafter_for(context)
+            if source in self._drafters:
+                return self._drafters[source].drafter_for(context)
             return self._user_drafters[source](context)
 
         parts: dict[str, Drafter] = {}
         for source in self.config.sources:
-            if source in self.apart:
-                parts[source] = self.apart[source].drafter_for(context)
+            if source in self._apart:
+                parts[source] = self._apart[source].drafter_for(context)
             elif source != "last" or last:
                 parts[source] = make(source)
         if not parts:
@@ -232,20 +231,17 @@ class Speculation:
         union = DrafterUnion(list(parts.values()), list(parts))
         if self.config.budget == BANDIT:
             assert times is not None, "a bandit needs the measured seconds of a round"
-            bandit = self.bandit(context.runner.number)
-            deepest = self._deepest_here
-            budget: Budget | None = BanditBudget(
-                bandit, times, union, deepest, is_copy=lambda r: copy_of(r)[1] > 0
-            )
+            assert self.bandits is not None
+            budget: Budget | None = self.bandits.budget(context.runner.number, times, union)
         elif self._user_budget is not None:
             assert times is not None, "a budget of a user gets the measured seconds of a round"
             budget = self._user_budget(times)
         else:
             budget = make_budget(self.config.budget, times)
-        if not self.methods_of_copies:
+        if not self._methods_of_copies:
             return union, budget
         assert progress is not None, "requests with copies"
-        methods = [make(source) for source in self.methods_of_copies]
+        methods = [make(source) for source in self._methods_of_copies]
         return CopiesDrafter(union, methods, copy_of, progress), budget
 
     @property
@@ -263,46 +259,19 @@ class Speculation:
 
     @property
     def _can_be_off(self) -> bool:
-        return self.config.budget_kind[0] != "fixed" and not self.apart
-
-    def bandit(self, worker: int) -> BegMab:
-        """Return the tuner of a worker."""
-        with self._lock:
-            if worker not in self._bandits:
-                learned = self.drafters.get(LEARNED)
-                top_k = learned.tree.top_k if isinstance(learned, LearnedDrafter) else 0
-                seed = self._seed * MAX_WORKERS + worker
-                self._bandits[worker] = make_bandit(
-                    self._tuner, self.config.sources, top_k, self._deepest_here, seed
-                )
-            return self._bandits[worker]
-
-    @property
-    def _deepest_here(self) -> dict[str, int]:
-        """Return the maximum depth of each drafter on the devices of verifying workers."""
-        separate = self.apart.keys() | self.apart_elsewhere
-        return {name: x.max_depth for name, x in self.drafters.items() if name not in separate}
+        return self.config.budget_kind[0] != "fixed" and not self._apart
 
     def state(self) -> dict[str, Any]:
-        """Return the state of all tuners, for a checkpoint."""
-        return {"bandits": {str(w): bandit.state() for w, bandit in self._bandits.items()}}
+        """Return the state of all bandits, for a checkpoint."""
+        return {"bandits": {} if self.bandits is None else self.bandits.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        for worker, saved in state["bandits"].items():
-            if self.config.budget == BANDIT:
-                self.bandit(int(worker)).load_state(saved)
+        if self.bandits is not None:
+            self.bandits.load_state(state["bandits"])
 
     def bandit_metrics(self) -> dict[str, float]:
         """Return the choices of bandits since the last call, and their median rewards."""
-        chosen = collections.Counter[str]()
-        rewards = dict[str, list[float]]()
-        for bandit in self._bandits.values():
-            chosen += bandit.take_chosen()
-            for arm, values in bandit.rewards().items():
-                rewards.setdefault(arm, []).extend(values)
-        shares = {f"bandit/{_tag(a)}/share": n / chosen.total() for a, n in chosen.items()}
-        medians = {f"bandit/{_tag(a)}/tokens_per_s": np.median(v) for a, v in rewards.items()}
-        return shares | {name: float(value) for name, value in medians.items()}
+        return {} if self.bandits is None else self.bandits.metrics()
 
     def history_metrics(self) -> dict[str, float]:
         """Return metrics of the history of the rollout, and of the cache."""
@@ -351,7 +320,7 @@ class Speculation:
 
     def _without_lost(self, built: _Built) -> _Built:
         """Replace shards that were lost since they were built by groups from the cache."""
-        workers = self.history_workers
+        workers = self._history_workers
         lost = [s for s in built.shards if workers is None or not workers.has(s)]
         groups = self._groups([key for shard in lost for key in shard.keys])
         shards = tuple(shard for shard in built.shards if shard not in lost)
@@ -374,8 +343,8 @@ class Speculation:
         start_s = time.perf_counter()
         source = self.config.history_source
         assert source is not None
-        if self.for_others:
-            workers = self.history_workers
+        if self._for_others:
+            workers = self._history_workers
             shards = () if workers is None else workers.build(prompts, self._cache)
             sharded = {key for shard in shards for key in shard.keys if key not in shard.damaged}
             groups = self._groups(prompts.keys() - sharded)
@@ -384,6 +353,20 @@ class Speculation:
         arrays = {key: np.asarray(ids, np.int32) for key, ids in prompts.items()}
         index = build_index(self._cache, arrays, history_rule(self.config))
         return _Built(index, frozenset(prompts), time.perf_counter() - start_s)
+
+
+def make_bandits(
+    config: SpeculationConfig, drafters: DeviceDrafters, tuner: TunerConfig, seed: int
+) -> Bandits | None:
+    """Return the bandits of a run, or None with another budget.
+
+    `drafters` run on the devices of the verifying workers.
+    """
+    if config.budget != BANDIT:
+        return None
+    from reprise.rl.speculation.bandits import Bandits
+
+    return Bandits(config.sources, drafters, tuner, seed)
 
 
 def _user_drafters(config: SpeculationConfig) -> dict[str, Callable[[DrafterContext], Drafter]]:
@@ -403,8 +386,3 @@ def _user_budget(config: SpeculationConfig) -> Callable[[RoundTimes], Budget] | 
     from reprise.rl.speculation.user_drafts import budget_maker
 
     return budget_maker(config.budget)
-
-
-def _tag(arm: str) -> str:
-    """Return the name of an arm as part of a metric name, without the paths of user files."""
-    return re.sub(r"[^+ ]*\.py:", "", arm).replace(" ", "_")

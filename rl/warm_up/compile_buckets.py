@@ -22,7 +22,7 @@ from reprise.rl.records.trajectory import Request
 from reprise.rl.runtime.parallel_compile import OnCompiled, compile_all, unwatched
 from reprise.rl.speculation.config import SpeculationConfig
 from reprise.rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters, DrafterSource
-from reprise.rl.speculation.sources import Speculation
+from reprise.rl.speculation.sources import NOWHERE, Speculation, make_bandits
 from reprise.rl.warm_up.rollout_programs import WHOLE_MODEL, Pool, Program, Reach
 from reprise.spec.budget.budget import SeeingBudget
 from reprise.spec.budget.config import TunerConfig
@@ -110,7 +110,7 @@ def compile_host_kernels(
     sampling: SamplingConfig,
     drafters: DeviceDrafters = NO_DRAFTERS,
     tuner: TunerConfig | None = None,
-    apart: Mapping[str, DrafterSource] | None = None,
+    apart: Mapping[str, DrafterSource] = NOWHERE,
 ) -> None:
     """Compile the kernels of the host in two short rollouts of made-up prompts, after `warm_up`.
 
@@ -127,9 +127,11 @@ def compile_host_kernels(
     limit = min(REHEARSED_TOKENS, sampling.max_new_tokens)
     sampling = dataclasses.replace(sampling, stop_ids=(), stop=(), by_task=())
     requests = [Request(i, prompt, 0, i, limit) for i in range(2)]
-    with Speculation(config, cache, drafters, tuner) as speculation:
-        speculation.times = times
-        speculation.apart = apart or {}
+    own = {name: drafter for name, drafter in drafters.items() if name not in apart}
+    bandits = make_bandits(config, own, tuner or TunerConfig(), 0)
+    with Speculation(
+        config, cache, drafters, times=times, bandits=bandits, apart=apart
+    ) as speculation:
         for fixed in (SeeingBudget(2), None):
             drafts = speculation.drafter_factory(
                 ["rehearsal"], [prompt], dict.fromkeys(range(2), tokens)

@@ -167,10 +167,10 @@ class TimedFetches:
             members = [r for r in self._requests if key == f"{r.group_id}"]
             old = [CachedResponse(r.sample_index, last[r.request_id], 0.0, None) for r in members]
             cache.replace(key, CachedGroup(np.asarray(prompt, np.int32), tuple(old)))
-        speculation = self._open.enter_context(Speculation(config, cache))
         B, S = self._size
         sizes = (B, *self._engine.config.node_sizes(B))
-        speculation.times = RoundTimes({(B, M, S): 1.0 for M in sizes})
+        times = RoundTimes({(B, M, S): 1.0 for M in sizes})
+        speculation = self._open.enter_context(Speculation(config, cache, times=times))
         factory = speculation.drafter_factory(
             list(prompts), list(prompts.values()), last, group_size=GROUP
         )

@@ -9,14 +9,10 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import jax
 import numpy as np
 
-from reprise.models.config import ModelConfig
-from reprise.models.sharding import rollout_mesh
-from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.engine import Engine, OnFinish, OnRound, in_thread
 from reprise.rl.engine.rollout_spec import RolloutSpec
 from reprise.rl.engine.stats import EngineStats
@@ -202,50 +198,3 @@ def collected(
         if on_round is not None:
             on_round(len(done), num_tokens())
     return [done[r.request_id] for r in requests]
-
-
-def make_engines(
-    model: ModelConfig,
-    engine: EngineConfig,
-    config: SchedConfig,
-    *,
-    dtype: np.dtype,
-    feature_layers: tuple[int, ...] | None = None,
-) -> list[Engine]:
-    """Return an engine for each worker, on separate devices as long as there are enough.
-
-    Raises ValueError if multi-device workers need more devices than this process has.
-    """
-    default = jax.local_devices()[0]
-    size = config.devices_per_worker
-    alone = jax.process_count() == 1  # else weights come from a mesh, bound to a device
-    _, devices = split_devices(config, jax.local_devices())
-    needed = config.workers * size
-    if size > 1 and needed > len(devices):
-        raise ValueError(
-            f"expected {needed} devices for Sched.workers={config.workers} of "
-            f"Sched.devices_per_worker={size}, got {len(devices)}; fix: fewer of either, or on a "
-            f"CPU XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
-        )
-    engines = []
-    for i in range(config.workers):
-        mine = [devices[(i * size + j) % len(devices)] for j in range(size)]
-        options: dict[str, Any] = {"mesh": rollout_mesh(mine, model.num_kv_heads)}
-        if size == 1:  # reuses the programs of the default device
-            options = {"device": None if alone and mine[0] == default else mine[0]}
-        options["feature_layers"] = feature_layers
-        engines.append(Engine(model, engine, dtype=dtype, number=i, **options))
-    return engines
-
-
-def split_devices(
-    config: SchedConfig, devices: Sequence[jax.Device]
-) -> tuple[Sequence[jax.Device], Sequence[jax.Device]]:
-    """Return the devices of the trainer and the devices of the workers, in one process.
-
-    The devices are separate if workers run during training and there are enough.
-    """
-    needed = config.workers * config.devices_per_worker
-    if not config.beside_training or needed >= len(devices):
-        return devices, devices
-    return devices[:-needed], devices[-needed:]

@@ -118,8 +118,7 @@ class Worker:
             group = tuple(CachedResponse(i, text, 1.0) for i, text in enumerate(texts))
             cache.replace(str(g), CachedGroup(np.asarray(prompt, np.int32), group))
         config = SpeculationConfig(sources=("history", "group", "own"), budget="goodput")
-        with Speculation(config, cache) as speculation:
-            speculation.times = times or seconds(1.05)
+        with Speculation(config, cache, times=times or seconds(1.05)) as speculation:
             factory = speculation.drafter_factory("012", PROMPTS, group_size=3)
             return self.run(drafts=factory)
 

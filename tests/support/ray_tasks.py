@@ -95,17 +95,16 @@ def tokens_though_one_is_killed(done):
         cache.replace(key, of_group(own, [1.0] * len(own)))
     settings, killed = ActorSettings({}, 30.0, 60.0), []
     with (
-        Speculation(config, cache) as speculation,
         reserve(1, "history", 30.0) as beside,
         reserve(2, "workers", 30.0) as room,
     ):
         scores_though_one_is_killed()
         history = HistoryWorkers(RULE, cache, 1, beside, settings)
         history.wait_started()
-        speculation.for_others, speculation.history_workers = True, history
-        speculation.methods_of_copies = "own", "group"
-        given = {"room": room, "settings": settings, "speculation": speculation}
-        team, _ = make_team(ray_session, 2, chunk_tokens=2, **given)
+        speculation = Speculation(config, cache, for_others=True, history_workers=history)
+        own = {"methods_of_copies": ("own", "group")}
+        given = {"room": room, "settings": settings, "speculation": config}
+        team, _ = make_team(ray_session, 2, chunk_tokens=2, worker=own, **given)
         team.helpers = Helpers(2, 4, lambda held, left: True, dict)
         drafts = speculation.drafter_factory(keys, PROMPTS, group_size=4)
         assert drafts.shards and not drafts.history
@@ -134,13 +133,12 @@ def drafts_though_a_program_is_killed(done, folder):
     model, lines = drafting_actors.save_policy(folder), []
     drafters = {DRAFT: DraftModel.elsewhere(model)}
     with (
-        Speculation(config, RolloutCache(), drafters) as speculation,
+        Speculation(config, RolloutCache(), drafters, for_others=True) as speculation,
         reserve(1, "drafting", 30.0) as beside,
         reserve(2, "workers", 30.0) as room,
         drafting_actors.drafting_actors(model, room=beside, lines=lines) as drafting,
     ):
-        speculation.for_others = True
-        given = {"room": room, "speculation": speculation, "apart": drafting.apart}
+        given = {"room": room, "speculation": config, "apart": drafting.apart}
         own = {"draft_model": model, "model_here": False, "model_apart": True}
         team, _ = make_team(ray_session, 2, worker=own, **given)
         drafting.wait_ready()

@@ -11,12 +11,12 @@ from reprise.rl.cluster.actors import Actor
 from reprise.rl.engine.engine import Engine
 from reprise.rl.ray_workers.place import RayPlace, Shared, WorkerSettings
 from reprise.rl.speculation.config import SpeculationConfig
-from reprise.rl.speculation.sources import Speculation
 from reprise.rl.workers.config import SchedConfig
+from reprise.rl.workers.engines import EngineSettings
 from reprise.spec.budget.config import TunerConfig
-from reprise.spec.reuse.rollout_cache import RolloutCache
 
 TUNER = TunerConfig((1, 5), verify_tokens=(3, 1), depths=(1, 2))
+NO_DRAFTS = SpeculationConfig()
 TARGET = "reprise.rl.ray_workers.actor:WorkerActor"
 
 
@@ -37,8 +37,8 @@ class Store(dict):
 
 def settings_of(number, speculation, **options):
     given = {"draft_model": None, "model_here": True, "model_apart": False, "learned": None}
-    given |= {"fetch_s": 30.0, "folder": os.getcwd()} | options
-    own = number, MODEL, CONFIG, "float32", 1, speculation, TUNER, 0
+    given |= {"methods_of_copies": (), "fetch_s": 30.0, "folder": os.getcwd()} | options
+    own = number, EngineSettings(MODEL, CONFIG, "float32"), 1, speculation, TUNER, 0
     return WorkerSettings(*own, **given)
 
 
@@ -47,7 +47,7 @@ def make_team(
     count,
     *,
     room=None,
-    speculation=None,
+    speculation=NO_DRAFTS,
     kind=RecordedTeam,
     settings=SETTINGS,
     apart=None,
@@ -58,12 +58,11 @@ def make_team(
     config = SchedConfig(
         **{"policy": "divided_fifo", "workers": count, "chunk_tokens": 3, "kv_tokens": 60} | options
     )
-    speculation = speculation or Speculation(SpeculationConfig(), RolloutCache())
-    room, shared = room or ThreadRoom(), Shared(speculation, store.share, apart)
+    room, shared = room or ThreadRoom(), Shared(store.share, apart=apart)
     shared.weights.publish(PARAMS)
     places = []
     for i in range(count):
-        own = settings_of(i, speculation.config, **worker or {})
+        own = settings_of(i, speculation, **worker or {})
         actor = Actor(f"worker {i}", TARGET, (own, None), settings, room, i, concurrency=1)
         limits = {"call_limit_s": 300.0, "compile_s": 300.0}
         places.append(RayPlace(i, actor, shared, report=lambda line: None, **limits))

@@ -13,7 +13,7 @@ from reprise.rl.python.generate import RolloutSpec
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import open_inputs
 from reprise.rl.speculation.device_drafters import LearnedDrafter
-from reprise.rl.speculation.sources import Speculation
+from reprise.rl.speculation.sources import Speculation, make_bandits
 from reprise.rl.workers.config import SchedConfig
 from reprise.rl.workers.multi_engine import MultiEngine
 from reprise.spec.budget.config import LEARNED
@@ -64,10 +64,15 @@ def test_what_bandits_have_learnt_is_read_with_it(opened):
         open_stub(config, inputs).learned,
     )
     first, other = (
-        Speculation(config.speculation, RolloutCache(), {LEARNED: d}, config.tuner)
+        Speculation(
+            config.speculation,
+            RolloutCache(),
+            {LEARNED: d},
+            bandits=make_bandits(config.speculation, {LEARNED: d}, config.tuner, 0),
+        )
         for d in drafters
     )
-    first.bandit(0)
+    first.bandits.of(0)
     other.load_state(first.state())
     assert other.state() == first.state() and first.state()["bandits"]
 

@@ -15,11 +15,14 @@ from reprise.rl.assembly.drafting_run import (
     open_actors,
 )
 from reprise.rl.assembly.ray_run import worker_settings
+from reprise.rl.engine.config import EngineConfig
 from reprise.rl.gin.loader import load
 from reprise.rl.settings.checks import check_drafting
 from reprise.rl.settings.config import TrainConfig
+from reprise.rl.workers.engines import EngineSettings
 
 RAY = "Cluster.kind='ray'"
+ENGINE = EngineSettings(MODEL, EngineConfig(), "float32")
 DRAFTS = (
     *("Speculation.sources=('model',)", "Speculation.budget='fixed:3'"),
     *("Sched.workers=4", "Drafting.workers=1"),
@@ -27,7 +30,7 @@ DRAFTS = (
 
 
 def settings(config):
-    return worker_settings(config, MODEL, np.dtype("float32"), None, 0)
+    return worker_settings(config, ENGINE, None, 0)
 
 
 def made(*settings):
@@ -50,9 +53,10 @@ def test_workers_on_ray_are_told_that_they_draft_for_copies_with_a_draft_model(t
 
 def test_idle_workers_help_by_the_methods_and_the_plan_of_the_run():
     config, engine = made(*DRAFTS, *HELPS), SimpleNamespace()
-    speculation, planner = SimpleNamespace(), make_planner(config)
-    have_idle_help(engine, speculation, planner)
-    assert speculation.methods_of_copies == ("model", "own")
+    planner = make_planner(config)
+    have_idle_help(engine, planner)
+    assert settings(config).methods_of_copies == ("model", "own")
+    assert settings(made(*DRAFTS)).methods_of_copies == ()
     assert (engine.helpers.num_methods, engine.helpers.requests_each) == (2, 2)
     assert engine.helpers.worth == planner.worth
     planner.observed.add([5], np.ones(1, int), np.ones(1, int))
@@ -63,7 +67,7 @@ def test_there_is_an_actor_for_each_device_of_a_drafting_worker(tmp_path):
     more = f"DraftModel.directory={save_policy(tmp_path).directory!r}", "DraftModel.max_depth=3"
     config = made(*DRAFTS, RAY, *more, "Drafting.workers=2", "Sched.devices_per_worker=2")
     room = ThreadRoom()
-    with drafting_actors(config, MODEL, np.dtype("float32"), room, print) as actors:
+    with drafting_actors(config, ENGINE, room, print) as actors:
         assert len(actors.actors) == 4
         while len(room.started) < 4 or not all(h.calls[1:] for (h,) in room.started.values()):
             threading.Event().wait(0.01)
@@ -79,5 +83,5 @@ def test_there_is_an_actor_for_each_device_of_a_drafting_worker(tmp_path):
 
 
 def test_a_run_without_drafting_workers_starts_none():
-    with open_actors(made(RAY), MODEL, np.dtype("float32"), print) as nothing:
+    with open_actors(made(RAY), ENGINE, print) as nothing:
         assert nothing is None

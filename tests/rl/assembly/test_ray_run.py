@@ -30,6 +30,7 @@ from reprise.rl.runtime.run_files import ROUNDS_FILE
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.speculation.config import SpeculationConfig
 from reprise.rl.speculation.sources import Speculation
+from reprise.rl.warm_up.measured_run import read_rounds
 from reprise.rl.warm_up.rollout_programs import Reach
 from reprise.spec.reuse.rollout_cache import RolloutCache
 
@@ -67,9 +68,8 @@ def test_programs_are_warmed_up_once_and_late_ones_by_what_was_measured(tmp_path
     monkeypatch.setattr(ray_session, "fetch", store.fetch)
     bounds = Bounds(SAMPLING, Reach(len(REQUESTS), 5, speculative=True, moves=True), None)
     done = rollouts.run(Engine(MODEL, CONFIG), PARAMS, REQUESTS, SAMPLING, KEY, STOP)
-    with Speculation(config, RolloutCache()) as speculation:
-        speculation.for_others = True
-        team, room = make_team(store, 1, speculation=speculation)
+    with Speculation(config, RolloutCache(), for_others=True) as speculation:
+        team, room = make_team(store, 1, speculation=config)
         helping = Planner(DraftingConfig(requests_per_helper=2), 2, len(REQUESTS), 3)
         shared = team.places[0]._shared
         workers = RayWorkers(team, team.places, shared, helping=helping)
@@ -78,8 +78,7 @@ def test_programs_are_warmed_up_once_and_late_ones_by_what_was_measured(tmp_path
         assert costs.copy_seconds(8) > 0 and helping.seconds.verify(1, 2) > 0
         assert not helping.worth(8, 0), "nothing is left to gain"
         assert team.prefer_pool(8) in (True, False)
-        ray_workers.read_times(speculation, tmp_path)
-        assert speculation.times(4, 4, 24) > 0
+        assert read_rounds(tmp_path / ROUNDS_FILE)(4, 4, 24) > 0
         room.started[0][0].kill()
         keys = [f"q{g}" for g in range(len(PROMPTS))]
         drafts = speculation.drafter_factory(keys, PROMPTS, group_size=4)

@@ -59,8 +59,9 @@ class Verifying:
         self.engine, self.plain, self.actors, self.lines = engine, plain, actors, []
         self.drafts = RemoteDrafts(self.lines.append)
         models = {DRAFT: DraftModel.elsewhere(model)}
-        self.speculation = Speculation(SPECULATION, RolloutCache(), models)
-        self.speculation.apart = {DRAFT: self.drafts}
+        self.speculation = Speculation(
+            SPECULATION, RolloutCache(), models, apart={DRAFT: self.drafts}
+        )
 
     def play(self, **options):
         """Play, check the tokens, and return how many draft tokens were accepted."""

@@ -21,7 +21,7 @@ from reprise.rl.drafting.plans import FIRST_HITS
 from reprise.rl.drafting.workers import DraftingWorkers
 from reprise.rl.engine.worker_record import read_workers
 from reprise.rl.metrics.writer import read_metrics
-from reprise.rl.speculation import sources
+from reprise.rl.speculation import bandits as of_runs
 from reprise.sched.policies.specactor import WorkerPlan
 from reprise.spec.decoupled.ahead import Enumerating, FreeRunning
 from reprise.spec.decoupled.copies import CopiesDrafter
@@ -251,8 +251,8 @@ BANDIT = (
 @pytest.fixture
 def bandits(monkeypatch):
     """The bandits of the workers of the runs that begin now."""
-    found, make = [], sources.make_bandit
-    monkeypatch.setattr(sources, "make_bandit", lambda *a: found.append(make(*a)) or found[-1])
+    found, make = [], of_runs.make_bandit
+    monkeypatch.setattr(of_runs, "make_bandit", lambda *a: found.append(make(*a)) or found[-1])
     return found
 
 

@@ -12,7 +12,7 @@ from reprise import models
 from reprise.models.config import LoraShape, ModelConfig
 from reprise.models.kernels import hopper
 from reprise.models.sharding import rollout_mesh
-from reprise.rl.assembly import setup
+from reprise.rl.assembly import meshes
 from reprise.rl.gin.loader import load
 from reprise.rl.learner.config import NumericsConfig, why_other_bits, why_other_bits_on_accelerators
 from reprise.rl.settings.config import TrainConfig
@@ -103,7 +103,7 @@ def test_what_tpus_do_not_take(hoppers, change, words):
 def test_rounds_that_memories_of_a_tpu_do_not_hold():
     def why(*flags):
         config = load(TrainConfig, ["configs/plain_tiny.gin"], flags)
-        return setup._large_rounds(config, OF_TPUS, None)
+        return meshes._large_rounds(config, OF_TPUS, None)
 
     slots = "Engine.slots=4096"
     assert why(slots, "Rollout.max_prompt_tokens=3000") is None
@@ -117,15 +117,15 @@ def test_rounds_that_memories_of_a_tpu_do_not_hold():
 
 def test_a_gpu_with_one_slot_is_refused(hoppers, monkeypatch):
     """XLA rewrites a product of one row to another order than the tile's."""
-    monkeypatch.setattr(setup, "platform_in_use", lambda: "cuda")
+    monkeypatch.setattr(meshes, "platform_in_use", lambda: "cuda")
 
     def why(slots, ways, *flags):
         flags += "Trainer.compute_dtype='bfloat16'", f"Engine.min_slots={slots}"
         config = load(TrainConfig, ["configs/plain_tiny.gin"], flags)
         config = dataclasses.replace(config, numerics=NumericsConfig(same_bits=True))
         mesh = None if ways == 1 else rollout_mesh(jax.devices()[:ways], 2, ways, 1)
-        monkeypatch.setattr(setup, "engine_mesh", lambda *_, own: mesh)
-        setup.check_bits(config, OF_GPUS, None)
+        monkeypatch.setattr(meshes, "engine_mesh", lambda *_, own: mesh)
+        meshes.check_bits(config, OF_GPUS, None)
 
     why(2, 1)
     why(16, 8)
@@ -138,11 +138,11 @@ def test_a_gpu_with_one_slot_is_refused(hoppers, monkeypatch):
 
 
 def test_workers_on_ray_have_flags_of_their_own(monkeypatch):
-    monkeypatch.setattr(setup.jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(meshes.jax, "default_backend", lambda: "tpu")
     settings = "Cluster.kind='ray'", "Numerics.same_bits=True"
     config = load(TrainConfig, ["configs/plain_tiny.gin"], settings)
     with pytest.raises(ValueError, match="expected Cluster.kind='local' or 'spmd': workers on Ray"):
-        setup.check_bits(config, OF_TPUS, None)
+        meshes.check_bits(config, OF_TPUS, None)
 
 
 def test_other_gpus(hoppers, monkeypatch):

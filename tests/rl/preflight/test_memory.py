@@ -8,7 +8,7 @@ import pytest
 
 from reprise.models import kv_cache
 from reprise.models.config import ModelConfig, num_params
-from reprise.rl.assembly.first_programs import evaluation_engine
+from reprise.rl.assembly.engines import evaluation_engine
 from reprise.rl.gin.loader import load
 from reprise.rl.preflight import memory
 from reprise.rl.preflight.memory import ROLLOUTS, TRAINING, Devices

@@ -29,7 +29,7 @@ from reprise.rl.ray_workers.actor import WorkerActor
 from reprise.rl.ray_workers.place import Shared
 from reprise.rl.runtime.waits import ProgramLost
 from reprise.rl.speculation.config import SpeculationConfig
-from reprise.rl.speculation.sources import Speculation
+from reprise.rl.speculation.sources import Speculation, make_bandits
 from reprise.rl.workers.messages import WorkerError
 from reprise.sched.protocol import WorkerLost
 from reprise.spec.drafter import Source
@@ -68,9 +68,8 @@ def test_drafts_of_all_sources_change_no_token(store, alone):
     for g, key in enumerate(keys):
         own = [t.response_ids for t in alone.values() if t.group_id == g]
         cache.replace(key, of_group(own, [1.0] * len(own)))
-    with Speculation(config, cache) as speculation:
-        speculation.for_others = True
-        team, _ = make_team(store, 2, speculation=speculation)
+    with Speculation(config, cache, for_others=True) as speculation:
+        team, _ = make_team(store, 2, speculation=config)
         drafts = speculation.drafter_factory(keys, PROMPTS, group_size=4)
         assert_same_tokens(play(team, drafts=drafts), alone)
     assert team.stats.accepted_tokens > 20
@@ -89,9 +88,8 @@ def test_a_drafter_of_a_user_drafts_on_the_workers(store, alone, tmp_path, monke
     )
     monkeypatch.chdir(tmp_path)
     config = SpeculationConfig(budget="fixed:3", sources=("drafts_on_ray.py:Mine", "group"))
-    with Speculation(config, RolloutCache()) as speculation:
-        speculation.for_others = True
-        team, _ = make_team(store, 2, speculation=speculation)
+    with Speculation(config, RolloutCache(), for_others=True) as speculation:
+        team, _ = make_team(store, 2, speculation=config)
         drafts = speculation.drafter_factory(["a"] * len(PROMPTS), PROMPTS, group_size=4)
         assert_same_tokens(play(team, drafts=drafts), alone)
     assert team.stats.drafted_by_source[Source.OTHER] > 0
@@ -176,18 +174,16 @@ def test_an_error_of_an_engine_names_its_requests(store, alone, monkeypatch):
 def test_a_worker_s_bandit_keeps_what_it_learns_while_its_program_runs(store):
     """A message has the state of when it was sent: it counts only where a program begins."""
     config = SpeculationConfig(budget="bandit", sources=("own",))
-    shared = Shared(Speculation(config, RolloutCache(), {}, TUNER), store.share)
+    shared = Shared(store.share, bandits=make_bandits(config, {}, TUNER, 0))
     spec = RolloutSpec(PARAMS, SAMPLING, KEY, STOP, drafts=no_drafts)
-    actor, learned = (
-        WorkerActor(settings_of(0, config), None),
-        Speculation(config, RolloutCache(), {}, TUNER).bandit(0),
-    )
+    actor = WorkerActor(settings_of(0, config), None)
+    learned = make_bandits(config, {}, TUNER, 0).of(0)
     learned.record(learned.select(1), 1.0, [2.0], 1)
     shared.tuned(0, learned.state())
     with ExitStack() as stack:
         message = shared.message(spec, 0, 0)
         actor._spec(message, stack)
-        own = actor._speculation.bandit(0)
+        own = actor._bandits.of(0)
         assert own.state() == learned.state()
         own.record(own.select(1), 1.0, [3.0], 1)
         state = own.state()

@@ -12,11 +12,9 @@ from reprise.rl.engine.rollout_spec import RolloutSpec, no_drafts
 from reprise.rl.engine.stats import EngineStats
 from reprise.rl.ray_workers.place import Measured, RayPlace, Reply, Shared
 from reprise.rl.runtime.waits import ProgramLost
-from reprise.rl.speculation.config import SpeculationConfig
-from reprise.rl.speculation.sources import Speculation, StepDrafts
+from reprise.rl.speculation.sources import StepDrafts
 from reprise.rl.workers.messages import Prepare, Remove, Report, WorkerLimits
 from reprise.spec.eagle.training_data import HiddenStates, RequestSample
-from reprise.spec.reuse.rollout_cache import RolloutCache
 
 HANG_LIMIT_S, COMPILE_S = 600.0, 3600.0
 LIMITS = WorkerLimits(60, 4, 60)
@@ -40,7 +38,7 @@ class NotedActor:
 
 @pytest.fixture
 def place():
-    shared = Shared(Speculation(SpeculationConfig(), RolloutCache()), lambda value: value)
+    shared = Shared(lambda value: value)
     limits = {"call_limit_s": HANG_LIMIT_S, "compile_s": COMPILE_S}
     said = []
     found = RayPlace(0, NotedActor(), shared, report=said.append, **limits)

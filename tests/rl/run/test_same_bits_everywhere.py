@@ -14,7 +14,7 @@ import pytest
 
 from reprise import models
 from reprise.models import sums_in_order_on_accelerators
-from reprise.rl.assembly import setup
+from reprise.rl.assembly import meshes
 from reprise.rl.cluster.processes import ALONE
 from reprise.rl.commands import evaluate, preflight, serve, train
 from reprise.rl.gin.loader import dump, load
@@ -24,7 +24,7 @@ from reprise.rl.run.ray_trainers import Start
 from reprise.rl.runtime import devices
 from reprise.rl.settings.config import TrainConfig
 
-RL = Path(setup.__file__).resolve().parents[1]
+RL = Path(meshes.__file__).resolve().parents[1]
 TRUE = "--gin.Numerics.same_bits=True"
 REFUSAL = "Numerics.same_bits=True: expected another size"
 
@@ -32,7 +32,7 @@ REFUSAL = "Numerics.same_bits=True: expected another size"
 @pytest.fixture(autouse=True)
 def refusing(monkeypatch):
     """No policy finds the same bits here, and no flags of XLA stay."""
-    monkeypatch.setattr(setup, "_why_other_bits", lambda *args: "expected another size")
+    monkeypatch.setattr(meshes, "_why_other_bits", lambda *args: "expected another size")
     monkeypatch.setattr(serve, "_serve", lambda *args: 0)  # it would not end
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
 
@@ -98,7 +98,8 @@ def test_policies_are_opened_in_one_place():
         for path in RL.rglob("*.py")
     }
     run, own_loop = "assembly/setup.py", "python/api.py"
-    assert {name for name, calls in found.items() if "run_mesh" in calls} == {run}
+    callers = {name for name, calls in found.items() if "run_mesh" in calls}
+    assert callers == {run, "assembly/meshes.py"}
     makers = {name for name, calls in found.items() if "make_learner" in calls}
     assert makers == {run, own_loop} and "open_mesh" in found[own_loop]
 

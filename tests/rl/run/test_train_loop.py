@@ -20,7 +20,7 @@ from loop_runs import (
 )
 from run_settings import DRAFTS, PIPELINE, SLOTS, WORKERS
 
-from reprise.rl.assembly import setup as run_setup
+from reprise.rl.assembly.meshes import run_mesh
 from reprise.rl.assembly.system import System
 from reprise.rl.checkpoint.reader import NoWholeCheckpointError
 from reprise.rl.gin.loader import load
@@ -312,17 +312,17 @@ def test_logits_that_are_not_finite_end_the_run_with_the_step_before_saved(
     tiny, tmp_path, monkeypatch, settings, step
 ):
     """Later weights are finite and their logits overflow: no response is trained on."""
-    weights, first = System._rollout_weights, []
+    weights, first = System.weights, []
 
-    def overflowing(system, trained, engine):
-        params = weights(system, trained, engine)
+    def overflowing(system, trained):
+        params = weights(system, trained)
         first.append(np.array(params.embedding_VD))
         if np.array_equal(first[0], first[-1]):
             return params
         norm_D = jnp.full_like(params.final_norm_D, 3e38)
         return dataclasses.replace(params, final_norm_D=norm_D)
 
-    monkeypatch.setattr(System, "_rollout_weights", overflowing)
+    monkeypatch.setattr(System, "weights", overflowing)
     message = rf"^step {step}: request \d+ .group \d+, sample \d.*after \d tokens.*not finite"
     with pytest.raises(NonFiniteLogits, match=message):
         finish(tiny, tmp_path, *SLOTS, *settings, "Checkpoint.every_steps=0")
@@ -368,13 +368,13 @@ def test_mesh_sizes_hold_on_one_device_as_on_four(tiny, sizes, monkeypatch):
     for count in (1, 5):
         monkeypatch.setattr(devices, "found", lambda n=count: jax.devices()[:n])
         with pytest.raises(ValueError, match=f"{count} device.*their product must be {count}"):
-            run_setup.run_mesh(config)
+            run_mesh(config)
 
 
 def test_one_device_needs_no_mesh(tiny, monkeypatch):
     monkeypatch.setattr(devices, "found", lambda: jax.devices()[:1])
     for sizes in (["Mesh.data=-1"], ["Mesh.data=1"]):
-        assert run_setup.run_mesh(load(TrainConfig, [tiny], sizes)) is None
+        assert run_mesh(load(TrainConfig, [tiny], sizes)) is None
 
 
 @pytest.mark.skipif(jax.device_count() != 8, reason="needs 8 (virtual) devices")

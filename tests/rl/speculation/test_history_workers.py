@@ -47,8 +47,9 @@ class Made:
             self.cache.replace(key, group(i))
         settings = dataclasses.replace(SETTINGS, say=self.said.append)
         self.workers = HistoryWorkers(RULE, self.cache, count, self.room, settings)
-        self.speculation = Speculation(SPECULATION, self.cache)
-        self.speculation.for_others, self.speculation.history_workers = True, self.workers
+        self.speculation = Speculation(
+            SPECULATION, self.cache, for_others=True, history_workers=self.workers
+        )
 
     def __enter__(self):
         self.workers.wait_started()

@@ -1,5 +1,8 @@
 """The drafters of a run, its history from step to step, and its checkpoints."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from live_by_hand import live_texts
@@ -34,9 +37,7 @@ def live(group, response):
 
 def open_speculation(cache=None, **settings):
     cache = RolloutCache() if cache is None else cache
-    speculation = Speculation(SpeculationConfig(**settings), cache)
-    speculation.times = RoundTimes({})
-    return speculation
+    return Speculation(SpeculationConfig(**settings), cache, times=RoundTimes({}))
 
 
 def learn(speculation, trajectories):
@@ -145,3 +146,17 @@ def test_off_drafts_nothing_and_keeps_nothing():
 def test_bad_settings_are_named(settings, words):
     with pytest.raises(ValueError, match=words):
         SpeculationConfig(**settings)
+
+
+ASSIGNED = re.compile(r"speculation\.\w+(, [\w.]+)* [-+|]?= ")
+
+
+def test_nothing_outside_sets_an_attribute_of_it():
+    """It is finished when it is constructed."""
+    assert ASSIGNED.search("self._speculation.times = 1") and ASSIGNED.search(
+        "speculation.a, b = c"
+    )
+    root = Path(__file__).parents[3]
+    paths = [path for room in ("rl", "benchmarks", "tests") for path in (root / room).rglob("*.py")]
+    found = [path for path in paths if path.name != Path(__file__).name]
+    assert [p for p in found if ASSIGNED.search(p.read_text(encoding="utf-8"))] == []

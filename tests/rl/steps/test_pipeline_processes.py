@@ -20,6 +20,7 @@ from reprise.rl.exchange import responses
 from reprise.rl.exchange.responses import Partition, PeerFailed
 from reprise.rl.gin.loader import load
 from reprise.rl.learner import trainer
+from reprise.rl.learner.gathering import on_host
 from reprise.rl.metrics.writer import Timings
 from reprise.rl.run.loop import open_rollouts
 from reprise.rl.runtime.signals import Stopped, Watch
@@ -28,6 +29,7 @@ from reprise.rl.settings.inputs import open_inputs
 from reprise.rl.steps import pipeline
 from reprise.rl.steps.position import RunPosition
 from reprise.rl.steps.step import train_step
+from reprise.rl.workers.ahead_engine import AheadEngine
 from reprise.rl.workers.messages import WorkerError
 from tests.support import tiny_run
 from tests.support.stores import play
@@ -41,10 +43,12 @@ DEADLINE_S = 300.0  # of a busy machine
 def without_a_mesh(monkeypatch):
     """Each plays a trainer of its own: weights come from one device, not from a common mesh."""
 
-    def weights(params, engine, partition):
-        return trainer.cast_params(params, engine.dtype)
+    def weights(trained, learner, engine, partition):
+        rounded = trainer.cast_params(learner.policy(trained, engine.dtype), engine.dtype)
+        return on_host(rounded) if isinstance(engine, AheadEngine) else rounded
 
-    monkeypatch.setattr(run_system, "rollout_weights", weights)
+    for module in (run_setup, run_system):
+        monkeypatch.setattr(module, "rollout_weights", weights)
 
 
 def let_the_first_answer(monkeypatch):

@@ -50,8 +50,7 @@ before = compiled()
 drafted = 0
 cache, prompts = RolloutCache(), [(1, 2, 3), (2, 3)]
 requests = [Request(g * 8 + i, prompts[g], g, i) for i in range(4) for g in range(2)]
-with Speculation(config, cache) as speculation:
-    speculation.times = times
+with Speculation(config, cache, times=times) as speculation:
     done, last = [], {}
     for step, own in enumerate((None, None, FixedBudget(3))):
         drafter, budget = speculation.drafter_factory(["a", "b"], prompts, last)(None)

@@ -149,9 +149,9 @@ def test_a_fetch_has_the_runs_drafters_and_its_budget(params, monkeypatch):
     made, asked = [], []
 
     class Noted(Speculation):
-        def __init__(self, config, *given):
+        def __init__(self, config, *given, **options):
             made.append((config.sources, config.budget))
-            super().__init__(config, *given)
+            super().__init__(config, *given, **options)
 
     def choose(self, *given):
         asked.append(given[2])

@@ -34,9 +34,7 @@ def record(nodes, num_rounds, device_s=5.0, **more):
 
 
 def losing(**settings):
-    speculation = Speculation(SpeculationConfig(**settings), RolloutCache())
-    speculation.times = TIMES
-    return speculation
+    return Speculation(SpeculationConfig(**settings), RolloutCache(), times=TIMES)
 
 
 def test_seconds_of_rounds_are_medians_by_bucket():
@@ -183,9 +181,13 @@ def test_drafts_that_are_wanted_in_any_case_stay(always_lost, tmp_path, settings
 
 
 def test_drafts_of_drafting_workers_stay(always_lost, tmp_path):
-    speculation = losing(sources=("model",), budget="off")
-    speculation.config = SpeculationConfig(sources=("model",))
-    speculation.apart = {"model": None}
+    speculation = Speculation(
+        SpeculationConfig(sources=("model",)),
+        RolloutCache(),
+        {"model": None},
+        times=TIMES,
+        apart={"model": None},
+    )
     assert play(speculation, tmp_path, 4)[0] == [0] * 4 and speculation.seconds.is_off(False)
 
 

@@ -7,10 +7,8 @@ import itertools
 import math
 import threading
 
-import jax
-import numpy as np
 import pytest
-from replay import RecordedTeam, replay
+from replay import replay
 from tiny_team import (
     CONFIG,
     MODEL,
@@ -24,7 +22,6 @@ from reprise.rl.engine.engine import Engine
 from reprise.rl.workers import multi_engine
 from reprise.rl.workers.config import SchedConfig
 from reprise.rl.workers.messages import WorkerError
-from reprise.rl.workers.multi_engine import make_engines
 from reprise.rl.workers.pool import ThreadPlace
 from reprise.sched.policies.divided import make_scheduler
 from reprise.sched.protocol import ChunkDone, Finished
@@ -209,23 +206,6 @@ def test_an_aborted_rollout_leaves_the_engines_usable(engines, alone):
     assert sorted(t.request_id for t in seen) == sorted(alone)
 
 
-@pytest.mark.parity
-@pytest.mark.skipif(jax.device_count() != 8, reason="needs 8 (virtual) devices")
-def test_workers_on_eight_devices(alone):
-    """As many of them as there is room for; the last ones of each size work together."""
-    last = []
-    for count, size in ((4, 2), (8, 1)):
-        config = SchedConfig(workers=count, devices_per_worker=size, chunk_tokens=3, kv_tokens=60)
-        made = make_engines(MODEL, CONFIG, config, dtype=np.float32)
-        first = jax.devices()[0]  # of an engine without a place
-        devices = [e.mesh.devices.flat if e.mesh else [e.device or first] for e in made]
-        assert len({d for mine in devices for d in mine}) == 8
-        last.append(made[-1])
-    team = RecordedTeam(last, dataclasses.replace(config, workers=2))
-    assert_same_tokens(play(team), alone)
-    assert {a.worker_id for a in starts(team)} == {0, 1}
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -238,12 +218,6 @@ def test_workers_on_eight_devices(alone):
 def test_wrong_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         SchedConfig(**settings)
-
-
-def test_more_devices_than_there_are_is_refused():
-    config = SchedConfig(workers=5, devices_per_worker=2)
-    with pytest.raises(ValueError, match="expected 10 devices for .* got 8; fix: fewer"):
-        make_engines(MODEL, CONFIG, config, dtype=np.float32)
 
 
 def test_idle_workers_train_only_in_rollouts_that_are_learnt_from(engines, alone):
