@@ -20,7 +20,11 @@ LOCK := uv pip compile --quiet --universal --python-version 3.11.5 --generate-ha
 # then, and kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train smollm2 countdown test pytest parity lint types format bench soak docs lock clean
+.PHONY: demo train smollm2 countdown test pytest parity lint types format bench soak docs lock clean
+
+# The same responses, plain and with drafts: five minutes.
+demo: downloads/countdown/config.json
+	$(BIN)/python -m rl.demo $(ARGS)
 
 train: $(INSTALLED)
 	$(BIN)/python -m rl.train $(ARGS)

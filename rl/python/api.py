@@ -61,6 +61,7 @@ from reprise.rl.learner.optimizer import TrainState, init_state, make_optimizer
 from reprise.rl.python.sampler import Prompt, Rollouts, Sample, Sampler, on_mesh
 from reprise.rl.python.stream import Stream
 from reprise.rl.runtime.devices import in_turn
+from reprise.rl.runtime.parallel_compile import keep_programs
 from reprise.rl.runtime.progress import say
 from reprise.rl.settings import identity
 from reprise.rl.settings.config import TrainConfig
@@ -69,6 +70,7 @@ from reprise.rl.settings.unused import refuse_run_settings
 from reprise.rl.settings.user_names import check_user_names
 from reprise.spec.config import SamplingConfig
 from reprise.spec.drafter import Drafter
+from reprise.spec.round_times import RoundTimes
 
 __all__ = [
     "LOSSES",
@@ -107,6 +109,8 @@ class Policy:
         overrides = [named, *settings] if files else [PLAIN, named, *settings]
         config = load(TrainConfig, files, overrides)
         refuse_run_settings(settings)
+        if not_kept := keep_programs():
+            say(f"warning: {not_kept}", sys.stderr)
         policy, model, tokenizer = open_policy(directory, config.task, config.policy.lora)
         check_user_names(config, section="Speculation")
         contents = identity.policy_contents(policy)
@@ -191,13 +195,21 @@ class Policy:
         sampling: SamplingConfig | None = None,
         seed: int | None = None,
         *,
+        drafts: bool = True,
         drafter: Drafter | None = None,
         on_round: OnRound | None = None,
     ) -> list[list[Sample]]:
         """Return `n` responses to each prompt from the current policy (`Sampler.sample`)."""
         if self._now is None:
             self._now = self._sampler(self._state.params)
-        return self._now.sample(prompts, n, sampling, seed, drafter=drafter, on_round=on_round)
+        return self._now.sample(
+            prompts, n, sampling, seed, drafts=drafts, drafter=drafter, on_round=on_round
+        )
+
+    @property
+    def round_times(self) -> RoundTimes | None:
+        """The measured seconds of a round by its size; None before the first drafts."""
+        return self._rollouts.speculation.times
 
     def sampler(self) -> Sampler:
         """Return a sampler with a copy of the current weights, which later steps do not change."""

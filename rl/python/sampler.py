@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,8 +26,9 @@ from reprise.rl.learner.drawn import DrawnResponses
 from reprise.rl.learner.gathering import laid_out
 from reprise.rl.learner.objectives import target_logprobs
 from reprise.rl.learner.trainer import Learner, cast_params
-from reprise.rl.records.trajectory import Request, Trajectory
+from reprise.rl.records.trajectory import Origin, Request, Trajectory
 from reprise.rl.runtime.parallel_compile import OnCompiled, unwatched
+from reprise.rl.runtime.progress import progress
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import Inputs
 from reprise.rl.speculation.device_drafters import NO_DRAFTERS
@@ -48,7 +50,8 @@ Prompt = str | Sequence[int]
 class Sample:
     """A response: token ids, log-probs under the policy as sampled (float32 [n]), and text.
 
-    `version` is the number of optimizer steps of the policy that drew the response.
+    `version` is the number of optimizer steps of the policy that drew the response. `is_drafted`,
+    bool [n], marks the tokens that a draft proposed and the policy drew as well.
     """
 
     prompt_ids: tuple[int, ...]
@@ -58,6 +61,7 @@ class Sample:
     is_truncated: bool
     sampling: SamplingConfig
     version: int
+    is_drafted: np.ndarray
 
 
 class Rollouts:
@@ -101,7 +105,9 @@ class Rollouts:
         self, weights: Params, keys: Sequence[str], prompts: Sequence[Any], n: int
     ) -> DrafterFactory:
         if needs_times(self.speculation):
-            times = warm_up(self.config, self.engine, weights)
+            with progress() as show:
+                on_compiled = partial(show.compiling, "samples")
+                times = warm_up(self.config, self.engine, weights, on_compiled)
             self.speculation = open_speculation(self.config, self.cache, times)
         return self.speculation.drafter_factory(keys, prompts, group_size=n)
 
@@ -120,8 +126,16 @@ class Rollouts:
         self.drawn.note(t.prompt_ids, t.response_ids, t.logprobs, sampling)
         prompt = tuple(t.prompt_ids.tolist())
         response = t.response_ids.tolist()
-        text = self.inputs.tokenizer.decode(response)
-        return Sample(prompt, response, t.logprobs, text, t.truncated, sampling, version)
+        return Sample(
+            prompt_ids=prompt,
+            token_ids=response,
+            logprobs=t.logprobs,
+            text=self.inputs.tokenizer.decode(response),
+            is_truncated=t.truncated,
+            sampling=sampling,
+            version=version,
+            is_drafted=t.origins == Origin.ACCEPTED,
+        )
 
 
 def open_speculation(
@@ -186,13 +200,15 @@ class Sampler:
         sampling: SamplingConfig | None = None,
         seed: int | None = None,
         *,
+        drafts: bool = True,
         drafter: Drafter | None = None,
         on_round: OnRound | None = None,
     ) -> list[list[Sample]]:
         """Return `n` responses to each prompt, which is a text or token ids.
 
         Tokens are a function of weights, prompts, `n`, `sampling` and `seed`; neither `drafter` nor
-        configured drafts change any token. Without a seed, each call uses new noise, and a program
+        configured drafts change any token. With `drafts` False, the call decodes plainly and leaves
+        no history to draft from. Without a seed, each call uses new noise, and a program
         that makes the same calls draws the same tokens. `on_round` is called periodically with the
         numbers of finished responses and of tokens so far; raising there aborts the call. Raises
         ValueError for prompts that cannot run.
@@ -206,20 +222,20 @@ class Sampler:
         ]
         keys = [hashlib.sha256(repr(prompt).encode()).hexdigest() for prompt in ids]
         with on_mesh(rollouts.mesh):
-            drafts = draft_with(drafter)
-            if drafter is None:
-                drafts = rollouts.drafts(self._weights, keys, ids, n)
+            made = draft_with(drafter)
+            if drafter is None and drafts:
+                made = rollouts.drafts(self._weights, keys, ids, n)
             spec = RolloutSpec(
                 self._weights,
                 sampling,
                 rollouts.noise_key(seed),
                 inputs.model.eos_token_ids,
                 self.version,
-                drafts,
+                made,
                 words=inputs.token_bytes_for(sampling),
             )
             done = rollouts.engine.run(spec, requests, on_round=on_round)
-        if rollouts.speculation.keeps_history:
+        if drafts and rollouts.speculation.keeps_history:
             remember(rollouts.cache, keys, done, scored=False)
         groups: list[list[Sample]] = [[] for _ in ids]
         for t in done:

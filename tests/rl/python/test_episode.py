@@ -23,7 +23,8 @@ def rules():
 
 def sample(episode: Episode, ids: list[int], logprobs: list[float], sampling=PLAIN) -> Sample:
     numbers = np.array(logprobs, np.float32)
-    return Sample(tuple(episode.tokens), ids, numbers, "", False, sampling, 0)
+    drafted = np.zeros(len(ids), bool)
+    return Sample(tuple(episode.tokens), ids, numbers, "", False, sampling, 0, drafted)
 
 
 def test_a_datum_has_the_turns_of_an_episode(rules):

@@ -1,0 +1,59 @@
+"""The demo draws the same responses twice, and its lines say what a user needs to know."""
+
+from __future__ import annotations
+
+import pytest
+
+from reprise.rl.commands import demo
+from reprise.rl.commands.demo import Pair
+
+FEW = (
+    "Engine.slots=4",
+    "Engine.min_slots=4",
+    "Engine.max_nodes=4",
+    "Engine.max_round_nodes=8",
+    "Rollout.max_prompt_tokens=32",
+    "Sampling.max_new_tokens=24",
+    'Speculation.budget="fixed:4"',
+    'Speculation.sources=("history", "group", "own")',
+)
+SLOW = Pair(4.0, 2.0, 1000, 400, 64, 0)
+FAST = Pair(2.0, 2.5, 1000, 200, 64, 0)
+
+
+def test_a_pair_draws_the_same_tokens_twice(capsys):
+    pairs, price = demo.compare(
+        demo.SMALL, ["Make 28 of 2, 4, 5.\n", "Make 11 of 2, 4, 13.\n"], 2, settings=FEW
+    )
+    assert [pair.num_different for pair in pairs] == [0, 0]
+    assert all(pair.num_responses == 8 and pair.num_drafted > 0 for pair in pairs)
+    assert price is None  # a fixed budget measures nothing
+    assert "pair 2: plain" in capsys.readouterr().out
+
+
+def test_the_summary_has_the_median_and_the_reason():
+    lines = demo.summary([SLOW, FAST, SLOW], (64, 2.04))
+    assert lines[0] == "median of 3: 2.00×; 0 of 192 responses differ"
+    assert lines[1].startswith("why: 33% of the tokens were accepted draft tokens; a round that")
+    assert "verifies 64 tokens for 16 requests takes 2.0 plain rounds" in lines[1]
+    assert lines[2].startswith("this machine is busy: plain decoding ran at 250 to 500 tokens")
+    assert not any("busy" in line for line in demo.summary([SLOW, SLOW], None))
+
+
+def test_the_picture_is_a_png():
+    assert demo.draw([SLOW, FAST]).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--pairs", "0"], "--pairs: expected at least 1, got 0"),
+        (["--questions", "nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(argv, words, capsys, tmp_path):
+    try:
+        code = demo.main([*argv, "--output", str(tmp_path)])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2 and words in capsys.readouterr().err
