@@ -35,8 +35,9 @@ from reprise.rl.speculation import sources
 from reprise.rl.steps import pipeline
 from reprise.rl.steps import step as run_step
 from reprise.rl.workers.config import SchedConfig
+from reprise.rl.workers.engines import split_devices
 from reprise.rl.workers.messages import WorkerError
-from reprise.rl.workers.multi_engine import MultiEngine, split_devices
+from reprise.rl.workers.multi_engine import MultiEngine
 from reprise.sched.policies import histopipe
 from reprise.sched.policies.histopipe import HistoPipe
 from reprise.spec.retrieval.history import LastResponseDrafter
