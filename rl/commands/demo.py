@@ -162,9 +162,9 @@ def compare(
     times = policy.round_times
     if times is None:
         return pairs, None
-    slots, nodes, positions = max(times.rounds)
-    plain_round_s = times(slots, slots, positions)
-    return pairs, (nodes, times(slots, nodes, positions) / plain_round_s)
+    measured = {nodes: seconds for (_, nodes, *_), seconds in times.rounds.items()}
+    largest = max(measured)
+    return pairs, (largest, measured[largest] / measured[min(measured)])
 
 
 def row(number: int, pair: Pair) -> str:

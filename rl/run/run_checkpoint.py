@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import jax
 
@@ -34,9 +34,6 @@ from reprise.rl.steps.position import RunPosition
 from reprise.rl.steps.rollouts import StepRollouts
 from reprise.spec.reuse.rollout_cache import RolloutCache
 
-if TYPE_CHECKING:
-    from reprise.rl.steps.pipeline import PipelineRollouts
-
 
 class RunCheckpointer:
     """Saves the last whole step, on `save` and before an error stops the run.
@@ -50,7 +47,7 @@ class RunCheckpointer:
         self,
         system: System,
         checkpoints: Checkpointer,
-        rollouts: StepRollouts | PipelineRollouts,
+        rollouts: StepRollouts,
         metrics: MetricsWriter,
         clock: Callable[[], float],
         state: TrainState,
