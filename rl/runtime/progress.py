@@ -202,6 +202,7 @@ _COLUMNS = (
     ("spec/accepted_tokens", "drafts {:6,.0f} tok"),
     ("spec/seconds_saved", "saved {:+6.2f} s"),
 )
+_DRAFT_COLUMNS = ("spec/accepted_tokens", "spec/seconds_saved")  # only of steps with drafts
 
 
 def step_columns(row: Mapping[str, Any], total_steps: int | None = None) -> list[str]:
@@ -209,8 +210,9 @@ def step_columns(row: Mapping[str, Any], total_steps: int | None = None) -> list
     parts = [_step_of(row["step"], total_steps)]
     if (step_s := row.get("step_time")) and (rollout_s := row.get("time/rollout")) is not None:
         row = {**row, _ROLLOUT_SHARE: rollout_s / step_s}
+    has_drafts = row.get("spec/accepted_tokens") and not row.get("spec/turned_off")
     for name, form in _COLUMNS:
-        if name in row:
+        if name in row and (has_drafts or name not in _DRAFT_COLUMNS):
             value = row[name]
             parts.append(form.format(float("nan") if value is None else value))
     return parts
