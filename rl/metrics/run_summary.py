@@ -41,7 +41,7 @@ def _drafts_line(rows: Sequence[Row], rollout_s: float) -> str:
     tokens = _total(rows, "rollout/generated_tokens") + reused
     if not accepted and not reused:
         return (
-            "drafts: no draft token was accepted; drafts pay if rounds of several tokens cost little "
+            "drafts: no draft token was accepted; they pay if rounds of several tokens cost little "
             "more than rounds of one, and if text repeats (docs/will_it_help.md)"
         )
     text = f"drafts: {accepted / max(tokens, 1):.0%} of {tokens:,.0f} response tokens were accepted"
