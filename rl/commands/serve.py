@@ -18,7 +18,6 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ from reprise.rl.gin.command_line import config_parser, parse_command_line
 from reprise.rl.gin.loader import ConfigError
 from reprise.rl.runtime import devices
 from reprise.rl.runtime.exit_codes import EXIT_USAGE
-from reprise.rl.runtime.parallel_compile import keep_programs
-from reprise.rl.runtime.progress import progress, say
+from reprise.rl.runtime.progress import say
 from reprise.rl.runtime.run_files import resolve_path
 from reprise.rl.settings.config import TrainConfig
 
@@ -123,8 +121,6 @@ def _open(args: argparse.Namespace, overrides: Sequence[str]) -> Any:
 
     own = (RANK, TARGETS, BUDGET, *((NODES,) if devices.has_cpus_alone() else ()))
     settings = overrides if args.gin_file else (*own, *overrides)
-    if not_cached := keep_programs():
-        say(f"warning: {not_cached}", sys.stderr)
     policy = Policy(args.policy, *settings, files=args.gin_file)
     if policy.model.lora is None:
         raise ValueError("Policy.lora_rank=0: expected at least 1: clients train adapters")
@@ -132,9 +128,8 @@ def _open(args: argparse.Namespace, overrides: Sequence[str]) -> Any:
     served = Served(policy, args.name or args.policy, tokenizer)
     records = Records(Path(args.folder))
     stream = policy.stream(args.adapters, say)
-    with progress() as show:
-        stream.warm_up(partial(show.compiling, "samples"))
-    return make_app(served, stream, records, os.environ.get(KEY), _hosts(args.host))
+    key = os.environ.get(KEY)
+    return make_app(served, stream, records, key, _hosts(args.host), warms_up=True)
 
 
 def _serve(app: Any, sock: socket.socket, args: argparse.Namespace) -> int:

@@ -44,16 +44,20 @@ def make_app(
     records: Records,
     api_key: str | None = None,
     hosts: tuple[str, ...] | None = LOOPBACK,
+    *,
+    warms_up: bool = False,
 ) -> Starlette:
     """Return the application, which samples from `stream`; clients need `api_key` unless None.
 
-    `hosts` are the accepted host names of the server (None: any).
+    `hosts` are the accepted host names of the server (None: any). If `warms_up`, the sampling
+    programs compile in the background as soon as the server runs, and samples wait for them.
     """
     account = Account()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        worker = Worker(stream, asyncio.get_running_loop(), records.folder)
+        loop = asyncio.get_running_loop()
+        worker = Worker(stream, loop, records.folder, warms_up=warms_up)
         with contextlib.closing(records), contextlib.closing(worker):
             app.state.service = Service(served, records, worker, account)
             ticks = asyncio.create_task(_tick(app.state.service))

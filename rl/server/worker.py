@@ -1,4 +1,4 @@
-"""The compute thread: training operations in order, with rounds of sampling in between."""
+"""The compute thread: compilation, then training operations in order, and rounds in between."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from reprise.rl.python.sampler import Sample
 from reprise.rl.python.stream import SampleRequest, Stream
-from reprise.rl.runtime.progress import say
+from reprise.rl.runtime.progress import progress, say
 from reprise.rl.server.account import Busy
 from reprise.rl.server.records import no_space
 
@@ -21,10 +21,24 @@ Result = bytes | dict[str, Any]  # a message, or a JSON object
 OnResult = Callable[[Result], None]
 
 
-class Worker:
-    """A thread that runs operations and the stream, and delivers results in the event loop."""
+class _Closed(Exception):
+    """The server stops while programs compile."""
 
-    def __init__(self, stream: Stream, loop: asyncio.AbstractEventLoop, folder: Path) -> None:
+
+class Worker:
+    """A thread that runs operations and the stream, and delivers results in the event loop.
+
+    If `warms_up`, the thread first compiles the sampling programs. Requests wait.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        loop: asyncio.AbstractEventLoop,
+        folder: Path,
+        *,
+        warms_up: bool = False,
+    ) -> None:
         self._stream = stream
         self._loop = loop
         self._folder = folder
@@ -32,6 +46,7 @@ class Worker:
         self._sampling: dict[object, OnResult] = {}  # requests in the stream
         self._changed = threading.Condition()
         self._is_closed = False
+        self._warms_up = warms_up
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
         self._thread.start()
 
@@ -78,6 +93,8 @@ class Worker:
             self._changed.notify()
 
     def _run(self) -> None:
+        if self._warms_up:
+            self._warm_up()
         while True:
             with self._changed:
                 self._changed.wait_for(self._has_work)
@@ -89,6 +106,22 @@ class Worker:
             if self._stream.has_work:
                 self._step()
         self._stream.close()
+
+    def _warm_up(self) -> None:
+        with progress() as show:
+
+            def on_compiled(done: int, total: int) -> None:
+                if self._is_closed:
+                    raise _Closed
+                show.compiling("samples", done, total)
+
+            try:
+                self._stream.warm_up(on_compiled)
+            except _Closed:
+                return
+            except Exception as error:
+                say("".join(traceback.format_exception(error)), sys.stderr)
+                show.message("warning: warm-up failed: programs compile at their first use")
 
     def _has_work(self) -> bool:
         return bool(self._jobs) or self._stream.has_work or self._is_closed

@@ -89,8 +89,11 @@ def test_the_page_trains_and_its_checkpoint_outlives_a_kill(tmp_path):
 def served(monkeypatch):
     """What is served, in place of an answer: nothing compiles."""
     found = []
-    monkeypatch.setattr("reprise.rl.server.app.make_app", lambda *given: found.append(given[0]))
-    monkeypatch.setattr("reprise.rl.python.stream.Stream.warm_up", lambda *_: None)
+
+    def make_app(one, *given, **options):
+        found.append(one)
+
+    monkeypatch.setattr("reprise.rl.server.app.make_app", make_app)
     monkeypatch.setattr(serve, "_serve", lambda app, sock, args: 0)
     return found
 

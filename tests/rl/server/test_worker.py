@@ -1,0 +1,76 @@
+"""The worker compiles before its first operation; a stop, or a failure, does not wait for that."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from reprise.rl.server.worker import Worker
+
+DEADLINE_S = 30
+
+
+class FakeStream:
+    """A stream whose warm-up compiles programs until it may end."""
+
+    has_work = False
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.may_end = threading.Event()
+        self.compiles = threading.Event()
+        self.is_warm = False
+
+    def warm_up(self, on_compiled) -> None:
+        done = 0
+        while not self.may_end.wait(0.01):
+            on_compiled(min(done, 5), 6)
+            self.compiles.set()
+            done += 1
+        if self.error is not None:
+            raise self.error
+        self.is_warm = True
+
+    def close(self) -> None:
+        pass
+
+
+async def first_result(worker: Worker, stream: FakeStream) -> dict[str, bool]:
+    """Return the result of an operation that is queued while programs compile."""
+    answered = asyncio.get_running_loop().create_future()
+    worker.do(lambda: {"was warm": stream.is_warm}, answered.set_result)
+    await asyncio.sleep(0.05)
+    assert not answered.done()
+    stream.may_end.set()
+    return await asyncio.wait_for(answered, DEADLINE_S)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("no room for programs")])
+def test_operations_wait_for_compilation_and_survive_its_failure(error, capsys):
+    stream = FakeStream(error)
+
+    async def run() -> dict[str, bool]:
+        worker = Worker(stream, asyncio.get_running_loop(), Path(), warms_up=True)
+        try:
+            return await first_result(worker, stream)
+        finally:
+            worker.close()
+
+    assert asyncio.run(run()) == {"was warm": error is None}
+    printed = capsys.readouterr().err
+    assert ("warning: warm-up failed" in printed) == (error is not None)
+
+
+def test_a_stop_ends_compilation():
+    stream = FakeStream()
+
+    async def run() -> None:
+        worker = Worker(stream, asyncio.get_running_loop(), Path(), warms_up=True)
+        assert stream.compiles.wait(DEADLINE_S)
+        worker.close()  # joins the thread
+
+    asyncio.run(run())
+    assert not stream.is_warm
