@@ -46,7 +46,7 @@ class Worker:
         self._sampling: dict[object, OnResult] = {}  # requests in the stream
         self._changed = threading.Condition()
         self._is_closed = False
-        self._warms_up = warms_up
+        self._is_compiling = warms_up
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
         self._thread.start()
 
@@ -81,11 +81,12 @@ class Worker:
         self._put(job)
 
     def close(self) -> None:
-        """Stop after the current operation."""
+        """Stop after the current operation, or during compilation, which leaves nothing to save."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
-        self._thread.join()
+        if not self._is_compiling:
+            self._thread.join()
 
     def _put(self, job: Callable[[], None]) -> None:
         with self._changed:
@@ -93,8 +94,9 @@ class Worker:
             self._changed.notify()
 
     def _run(self) -> None:
-        if self._warms_up:
+        if self._is_compiling:
             self._warm_up()
+            self._is_compiling = False
         while True:
             with self._changed:
                 self._changed.wait_for(self._has_work)

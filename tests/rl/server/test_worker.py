@@ -22,6 +22,7 @@ class FakeStream:
         self.error = error
         self.may_end = threading.Event()
         self.compiles = threading.Event()
+        self.is_closed = threading.Event()
         self.is_warm = False
 
     def warm_up(self, on_compiled) -> None:
@@ -35,7 +36,7 @@ class FakeStream:
         self.is_warm = True
 
     def close(self) -> None:
-        pass
+        self.is_closed.set()
 
 
 async def first_result(worker: Worker, stream: FakeStream) -> dict[str, bool]:
@@ -70,7 +71,7 @@ def test_a_stop_ends_compilation():
     async def run() -> None:
         worker = Worker(stream, asyncio.get_running_loop(), Path(), warms_up=True)
         assert stream.compiles.wait(DEADLINE_S)
-        worker.close()  # joins the thread
+        worker.close()  # does not wait for a program that compiles
 
     asyncio.run(run())
-    assert not stream.is_warm
+    assert stream.is_closed.wait(DEADLINE_S) and not stream.is_warm
