@@ -28,6 +28,26 @@ def test_full_pages_are_shared_and_the_last_one_is_copied():
     assert pages.used_by([1, 2]).sum() == 2 and not pages.used_by([0, 3]).any()
 
 
+def test_a_table_says_whether_it_has_changed():
+    pages = table()
+    assert pages.has_changed  # a device has no table yet
+    steps = [
+        (lambda: pages.reserve(0, 2 * T), True),
+        (lambda: pages.reserve(0, T + 1), False),  # it has these pages
+        (lambda: pages.reserve(1, 2 * T), True),
+        (lambda: pages.share(0, 2, T), True),
+        (lambda: pages.reserve(3, 3 * T), True),
+        (lambda: pages.reserve(2, 3 * T), False),  # too few are free
+        (lambda: pages.release(1, 2 * T), False),
+        (lambda: pages.release(1, T), True),
+        (lambda: pages.take_rows([1, 0]), True),
+    ]
+    for step, changes in steps:
+        pages.has_changed = False
+        step()
+        assert pages.has_changed == changes
+
+
 def test_tables_of_timed_rounds_have_pages_of_their_parts():
     found = spread(4, 3, 8, 2)
     assert found.shape == (4, 3)

@@ -60,7 +60,7 @@ class Falling(Engine):
     now_s, took_s = [0.0], {2: 8.0, 4: 1.0}
 
     def verify_options(self, draw, num_slots, num_nodes):
-        self.now_s[0] += self.took_s[num_nodes] / 2  # of two calls a round
+        self.now_s[0] += self.took_s[num_nodes]
         return super().verify_options(draw, num_slots, num_nodes)
 
     def decode_options(self, draw):
