@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import costs
 import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -69,17 +70,27 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache.mkdir("jax")))
         # most programs here compile in milliseconds, and are read in fewer
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    costs.install(config)
 
 
-# Folders whose files share policies and engines, the longest first. `tests/rl`: without those in it
-SHARED = ("tests/rl", "tests/parity", "tests/rl/learner")
+# Folders whose files share policies and engines, the longest first.
+SHARED = ("tests/parity", "tests/rl/learner")
+# Files in them that share nothing with another one.
+ALONE = (
+    "tests/parity/test_arrays_of_processes.py",
+    "tests/parity/test_combinations.py",
+    "tests/parity/test_joint_law.py",
+    "tests/parity/test_parity_processes.py",
+    "tests/parity/test_same_bits.py",
+    "tests/parity/test_same_bits_accelerators.py",
+)
 
 
 def _unit(nodeid: str) -> str:
     """Return what runs on one worker of pytest-xdist: a folder of these, or else a file."""
     file = nodeid.partition("::")[0]
     folder = file.rpartition("/")[0]
-    return folder if folder in SHARED else file
+    return folder if folder in SHARED and file not in ALONE else file
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -20,7 +20,10 @@ from reprise.models import cached_attention, kv_cache, layers, row_attention, sh
 from reprise.models.config import MeshConfig, ModelConfig
 from reprise.spec import sampling
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="kernels of CPUs")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="kernels of CPUs"),
+]
 
 MODEL = ModelConfig(
     architecture="qwen3",

@@ -147,9 +147,9 @@ def test_a_drafter_of_the_caller_changes_no_token(policy):
 # -- gradients ------------------------------------------------------------------------------
 
 
-def reference_loss(params, model, data, name):
-    """The sum of a loss, place by place, from whole logits."""
-    total = 0.0
+def reference_losses(params, model, data):
+    """The sum of every loss, place by place, from whole logits."""
+    totals = dict.fromkeys(api.LOSSES, 0.0)
     for d in data:
         ids = np.asarray(d.tokens, np.int32)[None]
         logits_TV = transformer.logits(model, params, ids)[0]
@@ -161,24 +161,43 @@ def reference_loss(params, model, data, name):
             jax.numpy.mean((fixed_T - d.logprobs)[d.weights != 0]) + logp_T - fixed_T
         )
         clipped_s_T = jax.numpy.clip(s_T, 0.9997, 1.0004)
-        loss_T = {
+        losses_T = {
             "cross_entropy": -logp_T,
             "importance_sampling": -ratio_T * a_T,
             "ppo": -jax.numpy.minimum(ratio_T * a_T, clipped_T * a_T),
             "cispo": -jax.lax.stop_gradient(jax.numpy.clip(ratio_T, 0.0, 4.0)) * a_T * logp_T,
             "dro": -(logp_T * a_T - 0.025 * d_T**2),
             "gspo": -jax.numpy.minimum(s_T * a_T, clipped_s_T * a_T),
-        }[name]
-        total += jax.numpy.sum(loss_T * d.weights)
-    return total
+        }
+        for name in api.LOSSES:
+            totals[name] += jax.numpy.sum(losses_T[name] * d.weights)
+    return totals
+
+
+@pytest.fixture(scope="module")
+def reference(policy):
+    """Data, and a function of a loss's name: its total and gradient, of one program for all."""
+    data = some_data(policy)
+    for d in data:
+        d.weights[1::3] = 0  # gspo's mean leaves these out
+
+    @jax.jit
+    def differentiated(params, is_wanted):
+        totals, pull_back = jax.vjp(lambda p: reference_losses(p, policy.model, data), params)
+        return totals, pull_back(is_wanted)[0]
+
+    def of(name):
+        is_wanted = {other: np.float32(other == name) for other in api.LOSSES}
+        totals, gradient = differentiated(policy._state.params, is_wanted)
+        return totals[name], gradient
+
+    return data, of
 
 
 @pytest.mark.parametrize("name", api.LOSSES)
-def test_losses_and_gradients_are_those_of_the_formulas(policy, name):
-    data, params, model = some_data(policy), policy._state.params, policy.model
-    for d in data:
-        d.weights[1::3] = 0  # gspo's mean leaves these out
-    wanted, gradient = jax.value_and_grad(reference_loss)(params, model, data, name)
+def test_losses_and_gradients_are_those_of_the_formulas(policy, reference, name):
+    data, of = reference
+    wanted, gradient = of(name)
     found = policy.forward_backward(data, name)
     assert found.loss == pytest.approx(float(wanted), rel=1e-4)
     total, policy._total = policy._total, None
