@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,6 +43,7 @@ from reprise.rl.checkpoint.config import CheckpointConfig
 from reprise.rl.engine.engine import OnRound
 from reprise.rl.export import adapter_base, exports
 from reprise.rl.gin.loader import load
+from reprise.rl.gin.values import literal
 from reprise.rl.learner import gradient_accumulation, logprobs, objectives
 from reprise.rl.learner.data import Datum, Output, pack
 from reprise.rl.learner.gradient_accumulation import Accumulator, Health, all_finite
@@ -96,19 +97,24 @@ class Policy:
     `Sampling`), and so does a datum. Programs compile at their first call.
     """
 
-    def __init__(self, directory: str, *settings: str, files: Sequence[str] = ()) -> None:
+    def __init__(
+        self, directory: str, *settings: str | Mapping[str, Any], files: Sequence[str] = ()
+    ) -> None:
         """Load a Hugging Face folder or a GGUF file.
 
-        `settings` are configuration overrides such as "Engine.slots=16", and win over `files`.
+        `settings` are configuration overrides, as texts such as "Engine.slots=16" or as mappings
+        such as {"Engine.slots": 16}, and win over `files`.
         Without `files`, drafts are off by default. Settings that only a run reads are refused; in
         `files`, which may come from a run, such settings have no effect. Raises ConfigError,
         ValueError or FileNotFoundError.
         """
-        _check_settings(settings, files)
+        if isinstance(files, str):
+            raise ValueError(f"files: expected a list, got {files!r:.80}; fix: [{files!r:.80}]")
+        texts = _as_texts(settings)
         named = f"Policy.directory={directory!r}"
-        overrides = [named, *settings] if files else [PLAIN, named, *settings]
+        overrides = [named, *texts] if files else [PLAIN, named, *texts]
         config = load(TrainConfig, files, overrides)
-        refuse_run_settings(settings)
+        refuse_run_settings(texts)
         if not_kept := keep_programs():
             say(f"warning: {not_kept}", sys.stderr)
         policy, model, tokenizer = open_policy(directory, config.task, config.policy.lora)
@@ -431,15 +437,20 @@ class Policy:
         exports.write_policy(inputs, params, target, exports.Layout())
 
 
-def _check_settings(settings: Sequence[Any], files: Any) -> None:
-    if isinstance(files, str):
-        raise ValueError(f"files: expected a list, got {files!r:.80}; fix: [{files!r:.80}]")
+def _as_texts(settings: Sequence[Any]) -> list[str]:
+    """Return overrides as texts. Raises ValueError for another type."""
+    texts = list[str]()
     for one in settings:
-        if not isinstance(one, str):
+        if isinstance(one, Mapping):
+            texts += [f"{name}={literal(value)}" for name, value in one.items()]
+        elif isinstance(one, str):
+            texts.append(one)
+        else:
             raise ValueError(
-                f"expected settings as texts, got {type(one).__name__} {one!r:.60}; "
+                f"expected settings as texts or mappings, got {type(one).__name__} {one!r:.60}; "
                 'fix: "Policy.lora_rank=16"'
             )
+    return texts
 
 
 def _check_finite(packed: Sequence[Any], passes: Sequence[Health]) -> None:

@@ -642,8 +642,10 @@ def test_arguments_of_other_types_are_refused(policy, arguments, message):
 
 
 def test_settings_are_texts_that_samples_or_losses_read(tiny):
-    with pytest.raises(ValueError, match='expected settings as texts, got dict .*; fix: "Policy'):
-        open_policy(tiny, {"Policy.lora_rank": 16})
+    with pytest.raises(ValueError, match='expected settings as texts or .*, got int .*; fix: "Pol'):
+        open_policy(tiny, 16)
+    with pytest.raises(ConfigError, match="Policy.lora_rank: expected int, got str 'many'"):
+        open_policy(tiny, {"Policy.lora_rank": "many"})
     with pytest.raises(ValueError, match="files: expected a list, got 'a.gin'; fix: "):
         api.Policy("anywhere", files="a.gin")
     with pytest.raises(ValueError, match="stop: expected a tuple, got 'end'; fix: \\('end',\\)"):
@@ -652,6 +654,11 @@ def test_settings_are_texts_that_samples_or_losses_read(tiny):
         open_policy(tiny, "Sched.workers=2")
     with pytest.raises(ConfigError, match="Optimizer.learning_rate: .* give optim_step its Adam"):
         open_policy(tiny, "Optimizer.learning_rate=0.1")
+
+
+def test_settings_may_be_mappings():
+    mixed = [{"Engine.slots": 16, "Speculation.sources": ("own",)}, "Run.seed=3"]
+    assert api._as_texts(mixed) == ["Engine.slots=16", "Speculation.sources=('own',)", "Run.seed=3"]
 
 
 # -- the distribution of log-probs ----------------------------------------------------------
