@@ -96,8 +96,13 @@ def sections(*, is_history: bool) -> Iterator[str]:
         yield "| " + " | ".join(heads).replace("|  |", "| |") + " |"
         yield "|" + "---|" * len(heads)
         for row in chosen:
-            found = beside(row, columns) if columns else cells(row)
-            yield "| " + " | ".join([*found, *([why(row, columns)] if is_history else [])]) + " |"
+            if columns:
+                lines = [beside(row, columns)]
+            else:
+                lines = [cells(row)] if is_history else [cells(one) for one in one_by_one(row)]
+            for line in lines:
+                reason = [why(row, columns)] if is_history else []
+                yield "| " + " | ".join([*line, *reason]) + " |"
 
 
 def why(row: Row, columns: Sequence[Sequence[str]] = ()) -> str:
@@ -152,6 +157,31 @@ def rows() -> Iterator[tuple[Row, list[str]]]:
             for file in files_of(row, section.get("columns", ())):
                 one = {**row, "file": file}
                 yield one, cells(one)
+
+
+def one_by_one(row: Row) -> list[Row]:
+    """Return a row for each figure, if `what` names as many: "drafts: rollouts; steps"."""
+    values, what = row["values"], row["what"]
+    starts = [0, *(match.end() for match in re.finditer(": ", what))]
+    splits = [start for start in starts if len(what[start:].split("; ")) == len(values)]
+    if len(values) == 1 or not splits:
+        return [row]
+    start = splits[-1]
+    names = what[start:].split("; ")
+    formats = row["show"] if isinstance(row["show"], list) else [row["show"]] * len(values)
+    goals = row.get("goal") or [""] * len(values)
+    return [
+        {
+            **row,
+            "what": what[:start] + name if place == 0 else f"… {name}",
+            "values": [value],
+            "show": form,
+            "goal": [goal] if goal else [],
+        }
+        for place, (name, value, form, goal) in enumerate(
+            zip(names, values, formats, goals, strict=True)
+        )
+    ]
 
 
 def beside(row: Row, columns: Sequence[Sequence[str]]) -> list[str]:

@@ -360,7 +360,7 @@ class RayRunBuilder(RunBuilder):
         return {MODEL} if self.config.drafting.workers else ()
 
     def speculation(self, drafters: DeviceDrafters, times: RoundTimes | None) -> Speculation:
-        """Return the history of the run, and the drafters that workers are told to make."""
+        """Return the history of the run, and the settings of the drafters of its workers."""
         return Speculation(
             self.config.speculation,
             self.cache,
