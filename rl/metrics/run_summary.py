@@ -39,9 +39,9 @@ def _drafts_line(rows: Sequence[Row], rollout_s: float) -> str:
         for row in rows
     )
     tokens = _total(rows, "rollout/generated_tokens") + reused
-    if not accepted and not reused:
+    if not any("spec/accept_rate" in row for row in rows) and not accepted and not reused:
         return (
-            "drafts: no draft token was accepted; they pay if rounds of several tokens cost little "
+            "drafts: none were verified; they pay if rounds of several tokens cost little "
             "more than rounds of one, and if text repeats (docs/will_it_help.md)"
         )
     text = f"drafts: {accepted / max(tokens, 1):.0%} of {tokens:,.0f} response tokens were accepted"

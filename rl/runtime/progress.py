@@ -210,7 +210,7 @@ def step_columns(row: Mapping[str, Any], total_steps: int | None = None) -> list
     parts = [_step_of(row["step"], total_steps)]
     if (step_s := row.get("step_time")) and (rollout_s := row.get("time/rollout")) is not None:
         row = {**row, _ROLLOUT_SHARE: rollout_s / step_s}
-    has_drafts = row.get("spec/accepted_tokens") and not row.get("spec/turned_off")
+    has_drafts = "spec/accept_rate" in row and not row.get("spec/turned_off")
     for name, form in _COLUMNS:
         if name in row and (has_drafts or name not in _DRAFT_COLUMNS):
             value = row[name]

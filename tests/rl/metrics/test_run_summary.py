@@ -49,9 +49,11 @@ def test_a_loss_is_called_one():
     assert summary_lines(rows)[1].endswith("drafts lost about 4.0 s, 100% of plain rollouts")
 
 
-def test_a_run_without_accepted_drafts_says_when_drafts_pay():
+def test_a_run_without_drafts_says_when_drafts_pay():
     rows = [row(1, rollout=8.0, total=10.0, drawn=100.0, accepted=0.0, saved_s=-0.01)]
-    assert summary_lines(rows)[1].startswith("drafts: no draft token was accepted; they pay if")
+    assert summary_lines(rows)[1].startswith("drafts: none were verified; they pay if")
+    rows[0]["spec/accept_rate"] = 0.0
+    assert summary_lines(rows)[1].endswith("drafts lost about 0.0 s, 0% of plain rollouts")
 
 
 def test_seconds_of_several_workers_are_no_share_of_the_clocks():
