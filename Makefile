@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo train smollm2 countdown test pytest parity lint types format bench soak docs lock clean
 
-# The same responses, plain and with drafts: five minutes.
+# The same responses, plain and with drafts: three minutes.
 demo: downloads/countdown/config.json
 	$(BIN)/python -m rl.demo $(ARGS)
 

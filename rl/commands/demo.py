@@ -1,12 +1,12 @@
-"""`python -m rl.demo`: the same responses, plain and with drafts, in five minutes on two CPU cores.
+"""`python -m rl.demo`: the same responses, plain and with drafts, in three minutes on two cores.
 
     python -m rl.demo                    a policy of 22M parameters that searches, 16 questions
-    python -m rl.demo --pairs 8          more pairs of rollouts
+    python -m rl.demo --pairs 16         more pairs of rollouts
 
 Nothing is trained. The first rollout fills the history of the questions. Then every pair draws new
-responses to them twice with the same noise, plainly and with drafts, in alternating order. Drafts
-come from the history, from siblings and from the text of the request. The last lines have the
-median, and `--output` a picture.
+responses to four of them twice, plainly and with drafts, with the same noise, in alternating order,
+as a step of `make train` would. Drafts come from the history, from siblings and from the text of
+the request. The last lines have the median, and `--output` a picture.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GROWN = "downloads/countdown"  # as `make countdown` grows it
 GROWTH = ("--width", "4", "--layers", "7")
 QUESTIONS = "policies/countdown/few.jsonl"
 PICTURE = "demo.png"
-GROUP_SIZE = 4
+QUESTIONS_PER_PAIR, GROUP_SIZE = 4, 8  # as a step of configs/countdown_cpu.gin
 SLOTS = 16
 # One bucket of slots, and rounds of 16, 32 and 64 nodes: few programs to compile.
 SETTINGS = (
@@ -50,7 +50,26 @@ SETTINGS = (
     'Speculation.budget="goodput"',
     'Speculation.sources=("history", "group", "own")',
 )
-BUSY_SPREAD = 1.25  # of plain decoding's speed between pairs
+BUSY_RATIO = 1.15  # of the seconds of the same plain rollout, before and after the pairs
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The seconds of the same plain rollout before and after the pairs, and the price of nodes.
+
+    `num_nodes` is the size of the largest round, and `round_ratio` its seconds over a plain
+    round's; None if the budget has measured none.
+    """
+
+    before_s: float
+    after_s: float
+    num_nodes: int | None = None
+    round_ratio: float | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        slower, faster = max(self.before_s, self.after_s), min(self.before_s, self.after_s)
+        return slower > BUSY_RATIO * faster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--pairs", type=int, default=4, help="pairs of rollouts (default: 4)")
+    parser.add_argument("--pairs", type=int, default=8, help="pairs of rollouts (default: 8)")
     parser.add_argument("--policy", help="a Hugging Face folder or GGUF file to sample from")
     parser.add_argument("--questions", default=QUESTIONS, help="JSON lines with a prompt each")
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="for the picture")
@@ -86,8 +105,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         prompts = _prompts(resolve_path(arguments.questions))
         folder = arguments.policy or _grown(arguments.output)
-        pairs, price = compare(folder, prompts, arguments.pairs)
-        for line in summary(pairs, price):
+        pairs, machine = compare(folder, prompts, arguments.pairs)
+        for line in summary(pairs, machine):
             say(line)
         picture = arguments.output / PICTURE
         Folder(arguments.output, create=True).replace(PICTURE, draw(pairs))
@@ -125,20 +144,22 @@ def compare(
     *,
     clock: Callable[[], float] = time.perf_counter,
     settings: Sequence[str] = SETTINGS,
-) -> tuple[list[Pair], tuple[int, float] | None]:
-    """Return the pairs, and the nodes of the largest round with its seconds over a plain round."""
+) -> tuple[list[Pair], Machine]:
+    """Return the pairs of rollouts, and how fast this machine was."""
     from reprise.rl.python.api import Policy
 
     policy = Policy(folder, *settings)
 
     def drawn(seed: int, *, drafts: bool) -> tuple[float, list[Any]]:
+        first = QUESTIONS_PER_PAIR * seed % len(prompts)
+        questions = prompts[first : first + QUESTIONS_PER_PAIR]
         start_s = clock()
-        groups = policy.sample(prompts, n=GROUP_SIZE, seed=seed, drafts=drafts)
+        groups = policy.sample(questions, n=GROUP_SIZE, seed=seed, drafts=drafts)
         return clock() - start_s, [sample for group in groups for sample in group]
 
     say(f"{len(prompts)} questions, {GROUP_SIZE} responses to each; the first rollout is history")
-    drawn(0, drafts=True)
-    drawn(0, drafts=False)
+    policy.sample(prompts, n=GROUP_SIZE, seed=0)
+    before_s, _ = drawn(0, drafts=False)
     pairs = []
     for seed in range(1, num_pairs + 1):
         plain_first = seed % 2 == 1
@@ -159,12 +180,14 @@ def compare(
         )
         pairs.append(pair)
         say(row(seed, pair))
+    after_s, _ = drawn(0, drafts=False)
     times = policy.round_times
     if times is None:
-        return pairs, None
+        return pairs, Machine(before_s, after_s)
     measured = {nodes: seconds for (_, nodes, *_), seconds in times.rounds.items()}
     largest = max(measured)
-    return pairs, (largest, measured[largest] / measured[min(measured)])
+    ratio = measured[largest] / measured[min(measured)]
+    return pairs, Machine(before_s, after_s, num_nodes=largest, round_ratio=ratio)
 
 
 def row(number: int, pair: Pair) -> str:
@@ -175,7 +198,7 @@ def row(number: int, pair: Pair) -> str:
     )
 
 
-def summary(pairs: Sequence[Pair], price: tuple[int, float] | None) -> list[str]:
+def summary(pairs: Sequence[Pair], machine: Machine) -> list[str]:
     """Return the lines below the pairs: the median, the reason, and warnings."""
     gain = statistics.median(pair.gain for pair in pairs)
     different = sum(pair.num_different for pair in pairs)
@@ -184,18 +207,16 @@ def summary(pairs: Sequence[Pair], price: tuple[int, float] | None) -> list[str]
     drafted = sum(pair.num_drafted for pair in pairs)
     lines = [f"median of {len(pairs)}: {gain:.2f}×; {different} of {responses} responses differ"]
     why = f"why: {drafted / tokens:.0%} of the tokens were accepted draft tokens"
-    if price is not None:
-        nodes, ratio = price
+    if machine.round_ratio is not None:
         why += (
-            f"; a round that verifies {nodes} tokens for {SLOTS} requests takes {ratio:.1f} plain "
-            "rounds, and the budget drafts only where that pays"
+            f"; a round that verifies {machine.num_nodes} tokens for {SLOTS} requests takes "
+            f"{machine.round_ratio:.1f} plain rounds, and the budget drafts only where that pays"
         )
     lines.append(why)
-    speeds = [pair.num_tokens / pair.plain_s for pair in pairs]
-    if max(speeds) > BUSY_SPREAD * min(speeds):
+    if machine.is_busy:
         lines.append(
-            f"this machine is busy: plain decoding ran at {min(speeds):,.0f} to {max(speeds):,.0f} "
-            "tokens a second; repeat the demo when nothing else runs"
+            f"this machine is busy: the same plain rollout took {machine.before_s:.1f} s before "
+            f"the pairs and {machine.after_s:.1f} s after; repeat the demo when nothing else runs"
         )
     lines.append(
         "on a GPU or TPU every round reads all weights, so more nodes cost less and larger models "

@@ -17,7 +17,7 @@ from reprise.rl.runtime.progress import say
 from reprise.rl.runtime.signals import leave
 
 COMMANDS = {
-    "demo": "the same responses, plain and with drafts, in five minutes",
+    "demo": "the same responses, plain and with drafts, in three minutes",
     "train": "train a policy on verifiable tasks",
     "evaluate": "mean reward and pass@k of a policy",
     "report": "pages and pictures of runs",

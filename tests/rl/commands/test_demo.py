@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reprise.rl.commands import demo
-from reprise.rl.commands.demo import Pair
+from reprise.rl.commands.demo import Machine, Pair
 
 FEW = (
     "Engine.slots=4",
@@ -22,22 +22,23 @@ FAST = Pair(2.0, 2.5, 1000, 200, 64, 0)
 
 
 def test_a_pair_draws_the_same_tokens_twice(capsys):
-    pairs, price = demo.compare(
+    pairs, machine = demo.compare(
         demo.SMALL, ["Make 28 of 2, 4, 5.\n", "Make 11 of 2, 4, 13.\n"], 2, settings=FEW
     )
     assert [pair.num_different for pair in pairs] == [0, 0]
-    assert all(pair.num_responses == 8 and pair.num_drafted > 0 for pair in pairs)
-    assert price is None  # a fixed budget measures nothing
+    assert all(pair.num_responses == 16 and pair.num_drafted > 0 for pair in pairs)
+    assert machine.round_ratio is None  # a fixed budget measures nothing
+    assert min(machine.before_s, machine.after_s) > 0
     assert "pair 2: plain" in capsys.readouterr().out
 
 
 def test_the_summary_has_the_median_and_the_reason():
-    lines = demo.summary([SLOW, FAST, SLOW], (64, 2.04))
+    lines = demo.summary([SLOW, FAST, SLOW], Machine(10.0, 12.0, 64, 2.04))
     assert lines[0] == "median of 3: 2.00×; 0 of 192 responses differ"
     assert lines[1].startswith("why: 33% of the tokens were accepted draft tokens; a round that")
     assert "verifies 64 tokens for 16 requests takes 2.0 plain rounds" in lines[1]
-    assert lines[2].startswith("this machine is busy: plain decoding ran at 250 to 500 tokens")
-    assert not any("busy" in line for line in demo.summary([SLOW, SLOW], None))
+    assert lines[2].startswith("this machine is busy: the same plain rollout took 10.0 s before")
+    assert not any("busy" in line for line in demo.summary([SLOW], Machine(10.0, 11.0)))
 
 
 def test_the_picture_is_a_png():
