@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import io
-import json
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 
 from reprise.models.folder import Folder
 from reprise.models.hints import program
+from reprise.rl.data.rows import open_rows
 from reprise.rl.gin.values import ConfigError
 from reprise.rl.reports.style import RUN_COLORS, STYLE
 from reprise.rl.runtime.exit_codes import EXIT_USAGE
@@ -118,8 +118,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _prompts(file: Path) -> list[str]:
-    lines = file.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["prompt"] for line in lines if line.strip()]
+    """Return the prompts of a file. Raises ValueError or OSError."""
+    rows = open_rows("jsonl", [file])
+    if not len(rows):
+        raise ValueError(f"{file}: expected at least one line, got none")
+    prompts = list[str]()
+    for number in range(len(rows)):
+        prompt = rows[number].get("prompt")
+        if not isinstance(prompt, str):
+            raise ValueError(
+                f"{rows.where(number)}: expected a text as `prompt`, got {prompt!r:.60}"
+            )
+        prompts.append(prompt)
+    return prompts
 
 
 def _grown(output: Path) -> str:
@@ -228,14 +239,15 @@ def summary(pairs: Sequence[Pair], machine: Machine) -> list[str]:
 def draw(pairs: Sequence[Pair]) -> bytes:
     """Return a picture of the pairs, as PNG."""
     import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     import numpy as np
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     places = np.arange(len(pairs))
     with matplotlib.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
+        figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
         bars = {
             "plain decoding": ([pair.plain_s for pair in pairs], RUN_COLORS[6]),
             "with drafts, the same tokens": ([pair.drafts_s for pair in pairs], RUN_COLORS[0]),
@@ -251,6 +263,5 @@ def draw(pairs: Sequence[Pair]) -> bytes:
         axes.legend(loc="upper left", ncols=2)
         axes.grid(axis="x", visible=False)
         buffer = io.BytesIO()
-        figure.savefig(buffer, metadata={"Software": None})
-        plt.close(figure)
+        figure.savefig(buffer, format="png")
     return buffer.getvalue()

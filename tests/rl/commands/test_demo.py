@@ -50,9 +50,15 @@ def test_the_picture_is_a_png():
     [
         (["--pairs", "0"], "--pairs: expected at least 1, got 0"),
         (["--questions", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--questions", "EMPTY"], "expected at least one line, got none"),
+        (["--questions", "OTHER"], "expected a text as `prompt`"),
     ],
 )
 def test_wrong_arguments_are_one_sentence(argv, words, capsys, tmp_path):
+    files = {"EMPTY": "", "OTHER": '{"question": "1"}\n'}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    argv = [str(tmp_path / word) if word in files else word for word in argv]
     try:
         code = demo.main([*argv, "--output", str(tmp_path)])
     except SystemExit as ended:
