@@ -94,6 +94,7 @@ def main(argv: Sequence[str]) -> int:
         prog=program("demo"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--pairs", type=int, default=8, help="pairs of rollouts (default: 8)")
     parser.add_argument("--policy", help="a Hugging Face folder or GGUF file to sample from")

@@ -49,6 +49,7 @@ def test_the_picture_is_a_png():
     ("argv", "words"),
     [
         (["--pairs", "0"], "--pairs: expected at least 1, got 0"),
+        (["--pair", "2"], "unrecognized arguments: --pair 2"),
         (["--questions", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--questions", "EMPTY"], "expected at least one line, got none"),
         (["--questions", "OTHER"], "expected a text as `prompt`"),
