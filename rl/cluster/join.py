@@ -239,33 +239,34 @@ def _lead(config: ClusterConfig, until_s: float) -> None:
     numbers = {0}
     wrong = None
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(_listen(config))
         peers: list[socket.socket] = []
-        while wrong is None and len(numbers) < num:
-            try:
-                listener.settimeout(_left_s(until_s))
-                peer = stack.enter_context(listener.accept()[0])
-            except TimeoutError:
-                wrong = _missing(config, numbers)
-                continue
-            try:
-                name, index, count = _receive(peer, HELLO_S)
-                if name != NAME:
+        with _listen(config) as listener:
+            while wrong is None and len(numbers) < num:
+                try:
+                    listener.settimeout(_left_s(until_s))
+                    peer = stack.enter_context(listener.accept()[0])
+                except TimeoutError:
+                    wrong = _missing(config, numbers)
                     continue
-            except (OSError, ValueError, TypeError):
-                continue  # another program
-            peers.append(peer)
-            if count != num:
-                wrong = (
-                    f"expected the same Cluster.num_processes in all processes, got {count} in "
-                    f"process {index} and {num} in process 0"
-                )
-            elif index in numbers or not 0 < index < num:
-                wrong = (
-                    f"expected one process of each Cluster.process_id from 0 to {num - 1}, got "
-                    f"two with {index}: give each its own"
-                )
-            numbers.add(index)
+                try:
+                    name, index, count = _receive(peer, HELLO_S)
+                    if name != NAME:
+                        continue
+                except (OSError, ValueError, TypeError):
+                    continue  # another program
+                peers.append(peer)
+                if count != num:
+                    wrong = (
+                        f"expected the same Cluster.num_processes in all processes, got {count} in "
+                        f"process {index} and {num} in process 0"
+                    )
+                elif index in numbers or not 0 < index < num:
+                    wrong = (
+                        f"expected one process of each Cluster.process_id from 0 to {num - 1}, got "
+                        f"two with {index}: give each its own"
+                    )
+                numbers.add(index)
+        # the listener is closed by now: peers that go on connect to jax's service at this address
         for peer in peers:
             with contextlib.suppress(OSError):
                 _send(peer, [NAME, wrong])

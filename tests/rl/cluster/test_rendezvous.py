@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from processes import free_port
@@ -37,6 +39,24 @@ def met(*settings: ClusterConfig) -> list[str]:
 def test_processes_meet_in_any_order() -> None:
     port = free_port()
     assert met(*(config(i, 4, port) for i in (2, 0, 3, 1))) == [""] * 4
+
+
+def test_the_address_is_free_for_jax_before_anyone_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relay that reached the rendezvous instead of jax's service would never register."""
+    port = free_port()
+    send = join._send
+    answers: list[str] = []
+
+    def sent(peer: socket.socket, message: list[Any]) -> None:
+        if len(message) == 2:  # the outcome, from process 0
+            with contextlib.closing(socket.socket()) as early:
+                refused = early.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
+                answers.append("refused" if refused else "accepted")
+        send(peer, message)
+
+    monkeypatch.setattr(join, "_send", sent)
+    assert met(config(0, 3, port), config(1, 3, port), config(2, 3, port)) == [""] * 3
+    assert answers == ["refused", "refused"]
 
 
 class TwoComers:
