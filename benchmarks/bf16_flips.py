@@ -24,17 +24,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import environment, workloads
-from reprise.models import kv_cache, transformer
+from reprise.models.attention import kv_cache
 from reprise.models.config import ModelConfig
-from reprise.models.transformer import Params
-from reprise.rl.engine.config import EngineConfig
+from reprise.models.decoder import transformer
+from reprise.models.decoder.transformer import Params
 from reprise.rl.engine.engine import Engine
 from reprise.rl.python.generate import generate
 from reprise.rl.records.trajectory import Request, Trajectory
-from reprise.spec import sampling
+from reprise.rl.slots.config import EngineConfig
 from reprise.spec.budget.budget import FixedBudget
 from reprise.spec.config import DRAWS, SamplingConfig
-from reprise.spec.sampling import step_key
+from reprise.spec.verification import sampling
+from reprise.spec.verification.sampling import step_key
 
 DTYPES = ("float32", "bfloat16")
 NODES = (1, 8)

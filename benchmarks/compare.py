@@ -28,7 +28,8 @@ from benchmarks.baselines.reprise import model_config
 from benchmarks.child import Child
 from benchmarks.shape import BATCH, Shape
 from benchmarks.turns import in_turns
-from reprise.models import hf, transformer
+from reprise.models.decoder import transformer
+from reprise.models.formats import hf
 
 MODULES = {"reprise": "reprise", "tunix": "tunix_sampler", "transformers": "transformers_generate"}
 REQUIRED = {"tunix": 1.5, "transformers": 3.0}  # goals

@@ -32,8 +32,8 @@ from typing import Any
 
 from benchmarks import environment, hlo
 from reprise.models.config import MeshConfig, ModelConfig
-from reprise.rl.engine.config import EngineConfig
 from reprise.rl.preflight.targets import devices_of, parse_target, prepare
+from reprise.rl.slots.config import EngineConfig
 from reprise.spec.config import SamplingConfig
 
 SLOTS, NODES, POSITIONS, PROMPT, LAYERS = 64, 512, 16384, 1024, 36
@@ -75,7 +75,7 @@ def round_programs(
     import jax
     import jax.numpy as jnp
 
-    from reprise.models import transformer
+    from reprise.models.decoder import transformer
     from reprise.models.sharding import rollout_mesh
     from reprise.rl.engine.engine import Engine
     from reprise.rl.warm_up.compile_buckets import lowered
@@ -159,7 +159,8 @@ def gradient_step(layers: int, row_tokens: int, remat: str, devices: Any) -> Any
     from reprise.models.config import param_specs
     from reprise.models.layout import RULES
     from reprise.models.sharding import fitting_sharding, make_mesh
-    from reprise.rl.learner import gradient_accumulation, micro_batches, trainer
+    from reprise.rl.batches import micro_batches
+    from reprise.rl.learner import gradient_accumulation, trainer
     from reprise.rl.learner.config import TrainerConfig, TrainSpec
 
     model = dataclasses.replace(QWEN3, num_layers=layers)

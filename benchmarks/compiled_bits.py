@@ -81,7 +81,7 @@ def one(target_name: str, mode: str, layers: int) -> dict[str, Any]:
         sum_in_order_on_accelerators()
     figures, positions = gpu_figures, compiled.POSITIONS
     if target_name in TPUS:
-        from reprise.models import layers as arithmetic
+        from reprise.models.decoder import layers as arithmetic
 
         figures, positions = tpu_figures, TPU_POSITIONS
         arithmetic.LONG_ROW_TOKENS = 2 * ROW_TOKENS  # of a loop

@@ -24,11 +24,11 @@ import numpy as np
 from benchmarks import environment, workloads
 from benchmarks.speculation import Bench, end_seconds, last_tenth, open_bench, tail_figures
 from benchmarks.turns import WARM_TURNS, in_turns
-from reprise.models import tokenizer
-from reprise.rl.engine.stats import RoundRecord, host_seconds
+from reprise.models.text import tokenizer
 from reprise.rl.gin.loader import load
 from reprise.rl.metrics.writer import Row, read_metrics, read_samples, step_rows
 from reprise.rl.python.generate import generate
+from reprise.rl.records.stats import RoundRecord, host_seconds
 from reprise.rl.runtime.run_files import CONFIG_FILE, METRICS_FILE, ROUNDS_FILE
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.warm_up.measured_run import read_rounds
@@ -36,7 +36,7 @@ from reprise.spec.budget.budget import Budget, DraftDecision, Sizes
 from reprise.spec.budget.goodput import Goodput
 from reprise.spec.drafter import Acceptance, Drafts, LiveSlots
 from reprise.spec.round_times import CHUNKS, RoundTimes
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 
 PLAIN = "plain"
 CONFIG = environment.ROOT / "configs" / "countdown_cpu.gin"

@@ -18,8 +18,8 @@ import numpy as np
 from reprise.models.config import MeshConfig
 from reprise.models.layout import logits_axes
 from reprise.models.sharding import constrain, make_mesh, replicated, sizes_in_use
-from reprise.spec import sampling
-from reprise.spec.sampling import Processing
+from reprise.spec.verification import sampling
+from reprise.spec.verification.sampling import Processing
 
 MESHES = {
     "one device": None,

@@ -19,12 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import environment
-from reprise.models import hf
-from reprise.models.transformer import Params
+from reprise.models.decoder.transformer import Params
+from reprise.models.formats import hf
 from reprise.rl.assembly.system import System
 from reprise.rl.drafter_training.spot_trainer import Span, SpotTrainer
 from reprise.rl.drafter_training.trainer import BufferSink, DrafterTrainer
-from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
 from reprise.rl.gin.loader import load
@@ -32,20 +31,21 @@ from reprise.rl.learner import trainer
 from reprise.rl.learner.optimizer import TrainState
 from reprise.rl.metrics.writer import Timings
 from reprise.rl.records.trajectory import Request
+from reprise.rl.sessions.multi_engine import MultiEngine
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import Inputs, open_inputs
+from reprise.rl.slots.config import EngineConfig
 from reprise.rl.speculation.device_drafters import LearnedDrafter
 from reprise.rl.steps.position import RunPosition
 from reprise.rl.steps.rollouts import prompts_at
 from reprise.rl.steps.step import train_step
 from reprise.rl.workers.config import SchedConfig
-from reprise.rl.workers.multi_engine import MultiEngine
 from reprise.spec.config import SamplingConfig
 from reprise.spec.eagle import model as eagle
 from reprise.spec.eagle.config import TreeConfig
 from reprise.spec.eagle.model import EagleParams, EagleWeights
-from reprise.spec.eagle.training_data import DataBuffer
-from reprise.spec.sampling import step_key
+from reprise.spec.eagle_training.training_data import DataBuffer
+from reprise.spec.verification.sampling import step_key
 from tests.support import tiny_run
 
 CONFIG = environment.ROOT / "configs/tiny_cpu.gin"

@@ -27,10 +27,10 @@ import numpy as np
 from benchmarks import environment
 from benchmarks.rounds import products
 from benchmarks.turns import in_turns
-from reprise.models import transformer
 from reprise.models.config import ModelConfig
-from reprise.models.layers import sum_in_order
-from reprise.spec import draw_schemes, sampling
+from reprise.models.decoder import transformer
+from reprise.models.decoder.layers import sum_in_order
+from reprise.spec.verification import draw_schemes, sampling
 
 MODEL = ModelConfig(
     architecture="llama",

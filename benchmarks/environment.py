@@ -71,7 +71,7 @@ def record(packages: Sequence[str], hidden: set[str]) -> dict[str, Any]:
     `uncommitted_changes`: measured files differ from `commit`. The values of `hidden` flags are
     paths of this machine.
     """
-    from reprise.models.kernels.cpu_tiles import HAS_WIDE_REGISTERS
+    from reprise.models.kernels.cpu.cpu_tiles import HAS_WIDE_REGISTERS
 
     spec = sys.modules["__main__"].__spec__
     module = spec.name.removesuffix(".__main__") if spec else "benchmarks"

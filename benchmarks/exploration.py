@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks import environment
-from reprise.rl.learner.advantages import group_advantages
+from reprise.rl.losses.advantages import group_advantages
 from reprise.rl.records.trajectory import FinishReason, Origin, Request, Trajectory
 from reprise.rl.speculation.config import ReuseConfig
 from reprise.rl.speculation.reuse import Reuse
 from reprise.spec.reuse.rollout_cache import RolloutCache
-from reprise.spec.sampling import NOISE_NAMES
+from reprise.spec.verification.sampling import NOISE_NAMES
 
 ANSWERS = 50
 GROUP = 8

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import ROOT, progress
-from reprise.rl.commands.ablate import Cell, cells
+from reprise.rl.ablation.grid import Cell, cells
 from reprise.rl.gin.loader import dump
 
 TRAIN = "--train"  # a run on command: for this program's children

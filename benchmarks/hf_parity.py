@@ -25,8 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import environment
-from reprise.models import hf, transformer
-from reprise.models import tokenizer as our_tokenizer
+from reprise.models.decoder import transformer
+from reprise.models.formats import hf
+from reprise.models.text import tokenizer as our_tokenizer
 
 GOLDENS = runpy.run_path(str(environment.ROOT / "tests" / "golden" / "make_goldens.py"))
 CHATS = runpy.run_path(str(environment.ROOT / "tests" / "golden" / "chat_cases.py"))

@@ -3,10 +3,10 @@
     python -m benchmarks.lora_parity --json
 
 For tiny random models of every family, tied and untied, and each rank, with adapters of all
-projections: `peft` loads the folder that `models.peft_files` writes, next to the base model's.
-Differences are of logits, and of gradients of Σ cos(logits) for A and B, relative to the largest.
-`differing_tokens` are of greedy responses of the merged export, by `transformers`, and of the
-adapter's folder, by `peft`. Needs torch and peft, which the project does not.
+projections: `peft` loads the folder that `models.formats.peft_files` writes, next to the base
+model's. Differences are of logits, and of gradients of Σ cos(logits) for A and B, relative to the
+largest. `differing_tokens` are of greedy responses of the merged export, by `transformers`, and of
+the adapter's folder, by `peft`. Needs torch and peft, which the project does not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import environment
-from reprise.models import hf, lora, peft_files, transformer
 from reprise.models.config import (
     LORA_TARGETS,
     LoraShape,
@@ -33,6 +32,8 @@ from reprise.models.config import (
     lora_specs,
     with_adapters,
 )
+from reprise.models.decoder import lora, transformer
+from reprise.models.formats import hf, peft_files
 
 GOLDENS = runpy.run_path(str(environment.ROOT / "tests" / "golden" / "make_goldens.py"))
 SEED = 200  # not the goldens' seeds

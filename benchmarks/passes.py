@@ -20,17 +20,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reprise.models import kv_cache, transformer
-from reprise.models.attention import Chunks
+from reprise.models.attention import kv_cache
+from reprise.models.attention.attention import Chunks
+from reprise.models.attention.entries import Pending
 from reprise.models.config import ModelConfig
-from reprise.models.entries import Pending
-from reprise.models.row_attention import segment_tokens
+from reprise.models.decoder import transformer
+from reprise.models.decoder.row_attention import segment_tokens
+from reprise.models.decoder.transformer import Params
 from reprise.models.sharding import ways_in_use
-from reprise.models.transformer import Params
 from reprise.rl.records import packing
-from reprise.spec import nodes as packed_nodes
-from reprise.spec import sampling
 from reprise.spec.config import DRAWS
+from reprise.spec.verification import nodes as packed_nodes
+from reprise.spec.verification import sampling
 
 COUNTS = (*(f"tokens_{draw}" for draw in DRAWS), "logprobs", "hidden", "logits")
 TOP_K, TOP_P = 20, 0.9

@@ -29,13 +29,14 @@ import numpy as np
 
 from benchmarks import environment
 from benchmarks.roofline import PRICED_8B, cached_seconds, phase_seconds, round_times
+from reprise.rl.ablation.grid import Cell, cells, folder_name
+from reprise.rl.ablation.results import read_cell
 from reprise.rl.assembly.system import System
-from reprise.rl.commands.ablate import Cell, cells, folder_name, read_cell
 from reprise.rl.engine.engine import OnFinish, OnRound
 from reprise.rl.engine.rollout_spec import DrafterFactory, RolloutSpec, no_drafts
-from reprise.rl.engine.stats import EngineStats
-from reprise.rl.engine.stats import cached_seconds as measured_cached_seconds
 from reprise.rl.metrics.writer import Timings
+from reprise.rl.records.stats import EngineStats
+from reprise.rl.records.stats import cached_seconds as measured_cached_seconds
 from reprise.rl.records.trajectory import Request, Trajectory
 from reprise.rl.settings.inputs import open_inputs
 from reprise.rl.speculation.sources import Speculation

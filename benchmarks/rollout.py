@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from benchmarks import environment
 from benchmarks.baselines.reprise import generate_batch, make_engine, make_requests
 from benchmarks.shape import BATCH, Shape
-from reprise.models import transformer
+from reprise.models.decoder import transformer
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reprise.rl.engine.stats import EngineStats, RoundRecord
+from reprise.rl.records.stats import EngineStats, RoundRecord
 from reprise.sched.simulator.roofline import ACCELERATORS, MODELS, Efficiency, Instance
 from reprise.spec.round_times import RoundTimes
 

@@ -24,16 +24,17 @@ from benchmarks import environment
 from benchmarks.baselines.reprise import model_config
 from benchmarks.shape import Shape
 from benchmarks.turns import in_turns
-from reprise.models import hf, transformer
 from reprise.models.config import ModelConfig
-from reprise.models.layers import rope_turns
-from reprise.models.transformer import Params
-from reprise.rl.engine.config import EngineConfig
+from reprise.models.decoder import transformer
+from reprise.models.decoder.layers import rope_turns
+from reprise.models.decoder.transformer import Params
+from reprise.models.formats import hf
 from reprise.rl.engine.engine import Engine
-from reprise.spec import sampling
+from reprise.rl.slots.config import EngineConfig
 from reprise.spec.drafter import Drafts, no_drafts
-from reprise.spec.nodes import by_slot, pack, unpack_draws
-from reprise.spec.verify import Slots, decode_rounds, verify_round
+from reprise.spec.verification import sampling
+from reprise.spec.verification.nodes import by_slot, pack, unpack_draws
+from reprise.spec.verification.verify import Slots, decode_rounds, verify_round
 
 ROUNDS = 8  # of a call of plain ones
 MAX_NODES = 32  # of a slot

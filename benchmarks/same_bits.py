@@ -30,9 +30,9 @@ import numpy as np
 from benchmarks import cuts as cut_rows
 from benchmarks import environment, workloads
 from benchmarks.passes import COUNTS, Passes, Text, differences, random_texts
-from reprise.models import transformer
 from reprise.models.config import ModelConfig
-from reprise.models.transformer import Params
+from reprise.models.decoder import transformer
+from reprise.models.decoder.transformer import Params
 
 KINDS = "float32", "bfloat16", "wide"
 PAGE_TOKENS = 64  # the fewest that a GPU's kernel takes

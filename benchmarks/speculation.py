@@ -29,17 +29,17 @@ import numpy as np
 from benchmarks import environment, roofline, workloads
 from benchmarks.turns import in_turns
 from benchmarks.workloads import Workload
-from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
-from reprise.rl.engine.stats import RoundRecord, host_seconds, speculation_metrics
+from reprise.rl.records.stats import RoundRecord, host_seconds, speculation_metrics
 from reprise.rl.records.trajectory import Trajectory
+from reprise.rl.slots.config import EngineConfig
 from reprise.rl.warm_up import compile_buckets, round_times
 from reprise.rl.warm_up.rollout_programs import Reach, round_buckets
 from reprise.spec.budget.budget import Budget
 from reprise.spec.budget.goodput import Goodput
 from reprise.spec.round_times import RoundTimes
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 
 
 @dataclasses.dataclass(eq=False)

@@ -26,12 +26,13 @@ from benchmarks.rounds import products
 from benchmarks.turns import in_turns
 from benchmarks.ways import TINY
 from reprise.models.config import ModelConfig
-from reprise.models.transformer import Params
+from reprise.models.decoder.transformer import Params
+from reprise.rl.batches import micro_batches
+from reprise.rl.batches.micro_batches import MicroBatch, TrainSample
 from reprise.rl.gin.loader import load
-from reprise.rl.learner import gradient_accumulation, micro_batches, trainer
+from reprise.rl.learner import gradient_accumulation, trainer
 from reprise.rl.learner.config import TrainSpec
 from reprise.rl.learner.gradient_accumulation import StepScalars
-from reprise.rl.learner.micro_batches import MicroBatch, TrainSample
 from reprise.rl.settings.config import TrainConfig, recipe
 from reprise.rl.settings.inputs import open_policy
 

@@ -56,9 +56,9 @@ class Ways:
     ) -> dict[str, Any]:
         """Warm up an engine, measure its rounds, draw what is reused; 0: the policy's sizes."""
         from benchmarks import speculation
+        from reprise.rl.sessions.multi_engine import MultiEngine
         from reprise.rl.workers.config import SchedConfig
         from reprise.rl.workers.engines import EngineSettings, make_engines
-        from reprise.rl.workers.multi_engine import MultiEngine
 
         workload, config = work_of(policy, prompts, group_size, slots)
         self.bench = bench = speculation.open_bench(workload, config, reuse=True)
@@ -77,7 +77,7 @@ class Ways:
     def _with_history(self, work: Any, older: Any) -> Any:
         """Return the workload with drafters, whose history older weights have drawn."""
         from benchmarks import workloads
-        from reprise.spec.sampling import step_key
+        from reprise.spec.verification.sampling import step_key
 
         spec = dataclasses.replace(self._spec("plain", key=step_key(0, 1000)), params=older)
         past = self.bench.engine.run(spec, work.requests)
@@ -118,7 +118,7 @@ class Ways:
 
     def _spec(self, way: str, **options: Any) -> Any:
         from reprise.rl.engine.rollout_spec import RolloutSpec
-        from reprise.spec.sampling import step_key
+        from reprise.spec.verification.sampling import step_key
 
         work = self.bench.workload
         is_coupled = LIKE.get(way, way) == "plain_coupled"
@@ -221,10 +221,10 @@ def work_of(policy: str, prompts: int, group_size: int, slots: int) -> tuple[Any
     from benchmarks import workloads
     from reprise.rl.data.prompts import encode_prompt
     from reprise.rl.data.tasks import open_tasks
-    from reprise.rl.engine.config import EngineConfig
     from reprise.rl.gin.loader import load
     from reprise.rl.settings.config import TrainConfig
     from reprise.rl.settings.inputs import open_policy
+    from reprise.rl.slots.config import EngineConfig
 
     if policy == TINY:
         prefill = {"prefill_rows": 8, "prefill_chunk_tokens": 32}

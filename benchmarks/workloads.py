@@ -15,8 +15,9 @@ import jax
 import numpy as np
 
 from benchmarks.environment import ROOT
-from reprise.models import hf, transformer
 from reprise.models.config import ModelConfig
+from reprise.models.decoder import transformer
+from reprise.models.formats import hf
 from reprise.rl.python.generate import generate
 from reprise.rl.records.trajectory import Request, Trajectory
 from reprise.spec.budget.union import DrafterUnion
@@ -26,7 +27,7 @@ from reprise.spec.retrieval.group import GroupDrafter
 from reprise.spec.retrieval.history import RULE, HistoryDrafter, LastResponseDrafter, build_index
 from reprise.spec.retrieval.suffix_drafter import NgramDrafter
 from reprise.spec.reuse.rollout_cache import RolloutCache, of_group
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 
 PROMPTS = ROOT / "benchmarks" / "data" / "tiny_prompts.json"
 BASE_POLICY = ROOT / "policies" / "tiny"

@@ -73,10 +73,10 @@ def configuration() -> str:
 
 def schema_of(command: str) -> type:
     """Return the schema of the settings that a command reads."""
-    from reprise.rl.commands.ablate import AblationRun
-    from reprise.rl.commands.simulate import SimulateRun
+    from reprise.rl.ablation.grid import AblationRun
     from reprise.rl.drafter_training.offline import OfflineConfig
     from reprise.rl.settings.config import TrainConfig
+    from reprise.rl.simulation.config import SimulateRun
 
     schemas: dict[str, type] = {
         "rl.train": TrainConfig,

@@ -79,7 +79,11 @@ def has_changed(commit: str, path: str) -> bool:
 
 @functools.cache
 def file_has_changed(commit: str, file: str) -> bool:
-    """Return whether a file that differs from a commit's differs in more than comments."""
+    """Return whether a file that differs from a commit's differs in more than comments.
+
+    A file that has moved is compared where it is now.
+    """
+    file = _names_now(commit).get(file, file)
     reads = READS.get(Path(file).suffix)
     if reads is None or not (ROOT / file).is_file():
         return True
@@ -94,6 +98,12 @@ def _names_at(commit: str) -> dict[str, str]:
     lines = _git("diff", "-M", "--diff-filter=R", "--name-status", commit).splitlines()
     moves = [line.split("\t") for line in lines]
     return {now: before for _, before, now in moves}
+
+
+@functools.cache
+def _names_now(commit: str) -> dict[str, str]:
+    """Return the names now of files which have moved since a commit, by their names then."""
+    return {before: now for now, before in _names_at(commit).items()}
 
 
 def code_of(text: str) -> str:

@@ -39,7 +39,7 @@ class LoraShape:
     """Low-rank adapters: W of the targets becomes W + (alpha / rank) · B · A.
 
     A and B may hold `places` adapters of this rank side by side; each row of a batch uses one place
-    (`models.lora.for_rows`).
+    (`models.decoder.lora.for_rows`).
     """
 
     rank: int

@@ -109,7 +109,7 @@ def logits_axes(sizes: Mapping[str, int], vocab_size: int) -> tuple[str, str]:
 
 
 def layers_per_input(remat: str) -> int:
-    """Return N if the input of every N-th layer is kept (models.training); 0 for none and dots."""
+    """Return N if the input of every N-th layer is kept (`decoder.training`); 0: none and dots."""
     if remat in ("none", "dots"):
         return 0
     name, colon, number = remat.partition(":")

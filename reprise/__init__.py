@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from reprise.rl.learner.data import Datum as Datum
+    from reprise.rl.batches.data import Datum as Datum
     from reprise.rl.learner.objectives import Adam as Adam
     from reprise.rl.learner.objectives import LossSettings as LossSettings
     from reprise.rl.metrics.writer import read_metrics as read_metrics
@@ -28,7 +28,7 @@ __version__ = "0.1.0"
 IMPORT_ROOT = str(Path(__file__).resolve().parents[1])  # on the import path of child processes
 _MODULES = {
     "Adam": "reprise.rl.learner.objectives",
-    "Datum": "reprise.rl.learner.data",
+    "Datum": "reprise.rl.batches.data",
     "Episode": "reprise.rl.python.episode",
     "LossSettings": "reprise.rl.learner.objectives",
     "Policy": "reprise.rl.python.api",

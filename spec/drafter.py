@@ -1,8 +1,8 @@
 """The interface of drafters: plain arrays on the host, one entry per live request.
 
 A rejected draft token costs time, never correctness: verification emits the tokens that plain
-decoding would have emitted (spec/verify.py). A = live requests, B = slots, L = tokens of a request,
-N = draft tokens.
+decoding would have emitted (spec/verification/verify.py). A = live requests, B = slots, L = tokens
+of a request, N = draft tokens.
 """
 
 from __future__ import annotations

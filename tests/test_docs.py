@@ -19,7 +19,7 @@ import pytest
 from command_runs import call_main
 
 from docs import generate, older, prose, results_page
-from reprise.models import hf
+from reprise.models.formats import hf
 from reprise.rl.commands import export, train
 from reprise.rl.gin.loader import help_on
 from reprise.rl.metrics.eval_metrics import EvalResponse, set_metrics
@@ -368,7 +368,7 @@ def test_the_tree_of_the_contributors_has_every_room():
     shown: set[str] = set()
     top = ""
     for line in tree.splitlines():
-        names = re.findall(r"(?:^|(?<=\s))([\w/]+)/(?=\s|$)", line[:24])
+        names = re.findall(r"(?:^|(?<=\s))([\w/]+)/(?=\s|$)", line[:30])
         if not line.startswith(" "):
             top, nested = names[0], []
             shown |= set(names)

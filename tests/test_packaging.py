@@ -207,8 +207,8 @@ import sys
 import reprise
 assert "jax" not in sys.modules, "imported at the first use of a name"
 assert all(getattr(reprise, name) is not None for name in reprise.__all__)
-from reprise.models.hf import load_pretrained
-from reprise.models.transformer import logits
+from reprise.models.formats.hf import load_pretrained
+from reprise.models.decoder.transformer import logits
 from reprise.rl.commands import ablate, evaluate, export, report, simulate, train, train_drafter
 from reprise.rl.python.generate import generate
 for command in ablate, evaluate, export, report, simulate, train, train_drafter:

@@ -29,77 +29,103 @@ MAY_IMPORT = {
 # "" is the package's own files; of rl these, and each `__main__`, only start a command. A room
 # imports rooms of the lines above, and itself; in rl also `EVERYWHERE`.
 EVERYWHERE = {"runtime", "records"}
+KERNELS = {"kernels", "kernels.shared", "kernels.cpu", "kernels.gpu", "kernels.tpu"}
 ROOMS: dict[str, dict[str, set[str]]] = {
-    "models": {"kernels": set(), "": {"kernels"}},
+    "models": {
+        "": set(),
+        "kernels.shared": set(),
+        "kernels.cpu": set(),
+        "kernels.gpu": {"kernels.shared"},
+        "kernels.tpu": {"kernels.shared"},
+        "kernels": {"kernels.cpu", "kernels.gpu"},
+        "attention": {"", *KERNELS},
+        "decoder": {"", "attention", *KERNELS},
+        "formats": {"", "decoder"},
+        "text": {"", "formats"},
+    },
     "spec": {
         "": set(),
-        "reuse": {""},
-        "draft_cache": {""},
-        "eagle": {"", "draft_cache"},
-        "draft_model": {"", "draft_cache"},
+        "verification": {""},
+        "reuse": {"", "verification"},
+        "draft_cache": {"", "verification"},
+        "eagle": {"", "draft_cache", "verification"},
+        "eagle_training": {"eagle"},
+        "draft_model": {"", "draft_cache", "verification"},
         "decoupled": {"", "draft_cache", "draft_model"},
         "retrieval": {"", "reuse"},
         "budget": {"", "retrieval"},
     },
     "sched": {"": set(), "policies": {""}, "simulator": {"", "policies"}},
     "rl": {
+        "answers": set(),
         "cluster": set(),
-        "data": set(),
         "gin": set(),
+        "http": set(),
         "records": set(),
         "runtime": set(),
         "weights": set(),
         "checkpoint": {"cluster"},
-        "engine": {"gin"},
-        "learner": {"gin"},
-        "rewards": {"cluster", "data"},
-        "metrics": {"data", "engine", "rewards"},
-        "speculation": {"cluster", "engine"},
-        "workers": {"engine"},
-        "drafter_training": {"checkpoint", "engine", "speculation"},
-        "exchange": {"cluster", "data", "engine", "learner", "rewards", "workers"},
-        "reports": {"engine", "metrics"},
-        "warm_up": {"cluster", "engine", "speculation"},
-        "drafting": {"cluster", "engine", "speculation", "warm_up"},
+        "data": {"answers"},
+        "losses": {"gin"},
+        "slots": {"gin"},
+        "batches": {"losses"},
+        "rewards": {"answers", "cluster", "data"},
+        "slot_memory": {"slots"},
+        "engine": {"slot_memory", "slots"},
+        "learner": {"batches", "gin", "losses"},
+        "metrics": {"data", "rewards"},
+        "reports": {"metrics"},
+        "speculation": {"cluster", "engine", "slot_memory"},
+        "workers": {"engine", "slots"},
+        "drafter_training": {"checkpoint", "slot_memory", "speculation"},
+        "exchange": {"cluster", "data", "losses", "rewards", "workers"},
+        "sessions": {"engine", "workers"},
+        "warm_up": {"cluster", "engine", "slot_memory", "slots", "speculation"},
+        "drafting": {"cluster", "engine", "slots", "speculation", "warm_up"},
         "ray_workers": {
-            *("cluster", "drafter_training", "drafting", "engine", "speculation", "warm_up"),
-            *("weights", "workers"),
+            *("cluster", "drafter_training", "drafting", "engine", "speculation"),
+            *("warm_up", "weights", "workers"),
         },
         "settings": {
-            *("checkpoint", "cluster", "data", "drafter_training", "drafting", "engine", "gin"),
-            *("learner", "metrics", "rewards", "speculation", "warm_up", "workers"),
+            *("checkpoint", "cluster", "data", "drafter_training", "drafting", "gin"),
+            *("learner", "losses", "metrics", "rewards", "slots", "speculation"),
+            *("warm_up", "workers"),
         },
+        "placement": {"learner", "settings", "slots", "weights", "workers"},
         "assembly": {
             *("checkpoint", "cluster", "data", "drafter_training", "drafting", "engine"),
-            *("exchange", "learner", "metrics", "ray_workers", "rewards", "settings"),
-            *("speculation",),
-            *("warm_up", "workers"),
+            *("exchange", "learner", "metrics", "placement", "ray_workers", "rewards"),
+            *("sessions", "settings", "speculation", "warm_up", "weights", "workers"),
         },
         "export": {
             *("assembly", "checkpoint", "drafter_training", "gin", "learner", "metrics"),
             *("settings",),
         },
         "preflight": {
-            *("assembly", "engine", "learner", "settings", "speculation", "warm_up", "workers"),
-        },
-        "steps": {
-            *("assembly", "data", "engine", "exchange", "learner", "metrics", "rewards"),
-            *("settings", "warm_up", "workers"),
-        },
-        "python": {
-            *("assembly", "checkpoint", "engine", "export", "gin", "learner", "settings"),
+            *("assembly", "learner", "placement", "settings", "slot_memory"),
             *("speculation", "warm_up", "workers"),
         },
-        "run": {
-            *("assembly", "checkpoint", "cluster", "data", "engine", "exchange", "export", "gin"),
-            *("learner", "metrics", "preflight", "rewards", "settings", "steps", "warm_up"),
-            *("workers",),
+        "ablation": {"gin", "metrics", "reports", "settings"},
+        "simulation": {"metrics", "reports", "warm_up", "workers"},
+        "steps": {
+            *("assembly", "data", "engine", "exchange", "learner", "losses", "metrics"),
+            *("rewards", "sessions", "settings", "warm_up", "workers"),
         },
-        "server": {"python"},
+        "python": {
+            *("assembly", "batches", "checkpoint", "engine", "export", "gin", "learner"),
+            *("placement", "settings", "speculation", "warm_up", "weights", "workers"),
+        },
+        "run": {
+            *("assembly", "checkpoint", "cluster", "data", "engine", "exchange", "export"),
+            *("gin", "learner", "metrics", "placement", "preflight", "rewards"),
+            *("sessions", "settings", "steps", "warm_up", "weights", "workers"),
+        },
+        "server": {"http", "python"},
         "commands": {
-            *("assembly", "checkpoint", "data", "drafter_training", "engine", "exchange"),
-            *("export", "gin", "learner", "metrics", "preflight", "python", "reports", "rewards"),
-            *("run", "server", "settings", "warm_up", "workers"),
+            *("ablation", "assembly", "checkpoint", "data", "drafter_training", "exchange"),
+            *("export", "gin", "http", "learner", "metrics", "placement", "preflight"),
+            *("python", "reports", "rewards", "run", "server", "settings", "simulation"),
+            *("workers",),
         },
         "": {"commands"},
     },
@@ -120,8 +146,21 @@ SEEDED_NUMPY = {"Generator", "default_rng", "SeedSequence", "PCG64", "Philox", "
 
 # The engine runs where only these, and what they bring along, are installed.
 ENGINE_NEEDS = {"jax", "jaxlib", "numpy", "numba", "optax", "orbax", "safetensors", "flax"}
-ENGINE = ("models.config", "models.transformer", "models.kv_cache", "models.sharding")
-ENGINE += ("rl.engine", "rl.python.generate", "rl.records.trajectory", "spec", "benchmarks")
+ENGINE = (
+    "models.config",
+    "models.decoder.transformer",
+    "models.attention.kv_cache",
+    "models.sharding",
+)
+ENGINE += (
+    "rl.engine",
+    "rl.slots",
+    "rl.slot_memory",
+    "rl.python.generate",
+    "rl.records.trajectory",
+    "spec",
+    "benchmarks",
+)
 # Programs around other people's samplers, each run by the Python that has that one.
 NOT_ENGINE = "benchmarks.baselines."
 NOT_FOR_ENGINE = {
@@ -142,7 +181,7 @@ class Import:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """What may be a module: `rl.engine.stats` of `from rl.engine import stats` too."""
+        """What may be a module: `rl.records.stats` of `from rl.engine import stats` too."""
         return tuple(f"{self.name}.{member}" for member in self.members) or (self.name,)
 
     @property
@@ -235,12 +274,19 @@ def may_enter(relative: str, imported: str) -> bool:
     if top != package or not there:
         return True
     table = ROOMS[package]
-    if len(here) > 1 and here[0] not in table:
+    own = ".".join(here[:-1])
+    if own not in table:
         return False  # a new room needs a line in the table
-    own, other = (parts[0] if parts[0] in table else "" for parts in (here, there))
+    other = room_of(there, table)
     if package == "rl" and (not other or here[-1] == "__main__"):
         own = ""
     return other in {own, *table[own]} or (package == "rl" and other in EVERYWHERE)
+
+
+def room_of(module: list[str], table: dict[str, set[str]]) -> str:
+    """Return the longest room that starts a module's path, "" for the package's own files."""
+    starts = (".".join(module[:n]) for n in range(len(module), 0, -1))
+    return next((start for start in starts if start in table), "")
 
 
 def sched_is_pure(root: Path) -> list[str]:
@@ -356,7 +402,7 @@ def test_the_rules_see_this_checkout():
 
 PLANTED = [
     (walls, "models/a.py", "import rl.engine"),
-    (walls, "models/a.py", "def f():\n    from reprise.spec import verify"),
+    (walls, "models/a.py", "def f():\n    from reprise.spec.verification import verify"),
     (walls, "spec/a.py", "from reprise.sched.request import Request"),
     (
         walls,
@@ -364,12 +410,16 @@ PLANTED = [
         "import typing as t\nif t.TYPE_CHECKING:\n    from reprise.rl import engine",
     ),
     (walls, "sched/deep/a.py", "import models.config as c"),
-    (walls, "sched/a.py", "import importlib\nimportlib.import_module('spec.nodes')"),
+    (walls, "sched/a.py", "import importlib\nimportlib.import_module('spec.verification.nodes')"),
     (walls, "rl/a.py", "from benchmarks import rollout"),
     (walls, "models/a.py", "from reprise import rl"),
     (one_name, "spec/a.py", "from models.config import ModelConfig"),
     (one_name, "benchmarks/a.py", "def f():\n    import rl.engine.engine as e"),
-    (one_name, "tests/a.py", "import importlib\nimportlib.import_module('spec.nodes')"),
+    (
+        one_name,
+        "tests/a.py",
+        "import importlib\nimportlib.import_module('spec.verification.nodes')",
+    ),
     (sched_is_pure, "sched/a.py", "import jax.numpy as jnp"),
     (sched_is_pure, "sched/a.py", "from time import monotonic"),
     (sched_is_pure, "sched/a.py", "import random"),
@@ -393,7 +443,11 @@ PLANTED = [
 ]
 # A planted fault for every row of the table: each room enters one that it must not.
 PLANTED += [
-    (rooms, f"{package}/{room + '/' if room else ''}a.py", f"import {package}.{closed[0]}.b")
+    (
+        rooms,
+        "/".join([package, *room.split("."), "a.py"]).replace("//", "/"),
+        f"import {package}.{closed[0]}.b",
+    )
     for package, table in ROOMS.items()
     for room, allowed in table.items()
     if (closed := sorted(set(table) - allowed - {room, "", *EVERYWHERE}))
@@ -407,8 +461,8 @@ PLANTED += [
     (rooms, "rl/engine/a.py", "def f():\n    from reprise.rl.rewards import pool"),
     (rooms, "rl/records/trajectory.py", "from reprise.rl.engine.engine import Engine"),
     (rooms, "rl/runtime/a.py", "from reprise.rl.gin.loader import load"),
-    (rooms, "rl/attic/a.py", "from reprise.rl.engine import stats"),
-    (rooms, "spec/nodes.py", "from reprise.spec.retrieval import group"),
+    (rooms, "rl/attic/a.py", "from reprise.rl.engine import engine"),
+    (rooms, "spec/verification/nodes.py", "from reprise.spec.retrieval import group"),
 ]
 INNOCENT = [
     (
@@ -425,7 +479,7 @@ INNOCENT = [
     (
         rooms,
         "spec/budget/a.py",
-        "from reprise.spec.nodes import Nodes\nfrom reprise.spec.retrieval import group",
+        "from reprise.spec.drafter import Drafts\nfrom reprise.spec.retrieval import group",
     ),
     (
         walls,
@@ -488,7 +542,11 @@ def import_engine(root: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_engine_imports_with_nothing_but_its_needs():
-    expected = {"reprise.models.transformer", "reprise.rl.records.trajectory", "reprise.spec.nodes"}
+    expected = {
+        "reprise.models.decoder.transformer",
+        "reprise.rl.records.trajectory",
+        "reprise.spec.verification.nodes",
+    }
     assert expected <= set(engine_modules(ROOT))
     done = import_engine(ROOT)
     assert done.returncode == 0, (

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 
 from benchmarks.baselines import protocol
 from benchmarks.shape import Shape
-from reprise.models import hf
 from reprise.models.config import ModelConfig
-from reprise.rl.engine.config import EngineConfig
+from reprise.models.formats import hf
 from reprise.rl.engine.engine import Engine
 from reprise.rl.python.generate import generate
 from reprise.rl.records.trajectory import Request, Trajectory
+from reprise.rl.slots.config import EngineConfig
 from reprise.spec.config import SamplingConfig
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 
 
 def model_config(shape: Shape) -> ModelConfig:

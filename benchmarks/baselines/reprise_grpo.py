@@ -11,17 +11,17 @@ from typing import Any
 
 from benchmarks.end_to_end.protocol import Given, Parent
 from benchmarks.environment import ROOT, TRAINING
-from reprise.models import hf
+from reprise.models.formats import hf
 from reprise.rl.assembly.system import System
 from reprise.rl.commands import train
 from reprise.rl.data.prompts import DataOrder
-from reprise.rl.learner.gathering import host_copy
 from reprise.rl.learner.optimizer import TrainState
 from reprise.rl.metrics.writer import Timings
 from reprise.rl.run import loop
 from reprise.rl.runtime.signals import Stopped, leave
 from reprise.rl.steps.position import RunPosition
 from reprise.rl.steps.step import StepRecord
+from reprise.rl.weights.gathering import host_copy
 
 VARIANTS = ("as shipped",)
 Stepped = tuple[TrainState, RunPosition, StepRecord]

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.end_to_end import reward
 from benchmarks.end_to_end.protocol import WEIGHTS
-from reprise.models import hf
+from reprise.models.formats import hf
 from reprise.rl.data.prompts import DataOrder, encode_prompt
 from reprise.rl.data.tasks import Example, open_tasks
 from reprise.rl.engine.engine import Engine
@@ -24,7 +24,7 @@ from reprise.rl.records.trajectory import Request
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import open_policy
 from reprise.spec.config import SamplingConfig
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 
 TRAIN, TEST = 2000, 256  # questions
 TEST_SEED = 1_000_003

@@ -18,8 +18,9 @@ import numpy as np
 
 from benchmarks import environment
 from benchmarks.workloads import BASE_POLICY, PROMPTS
-from reprise.models import hf, tokenizer
 from reprise.models.config import num_params
+from reprise.models.formats import hf
+from reprise.models.text import tokenizer
 from reprise.rl.metrics.writer import read_metrics, step_rows
 from reprise.rl.runtime.run_files import METRICS_FILE
 

@@ -22,16 +22,17 @@ from benchmarks.gpu import same_bits
 from benchmarks.gpu.grpo import grpo
 from benchmarks.rounds import Rounds, busy
 from benchmarks.turns import in_turns
-from reprise.models import page_attention, row_attention, transformer
-from reprise.models.attention import Packing
+from reprise.models.attention import page_attention
+from reprise.models.attention.attention import Packing
+from reprise.models.attention.kv_cache import KVCache
 from reprise.models.config import ModelConfig, leaves, param_specs
-from reprise.models.kv_cache import KVCache
-from reprise.rl.engine.config import EngineConfig
+from reprise.models.decoder import row_attention, transformer
 from reprise.rl.engine.engine import Engine
 from reprise.rl.learner import trainer
 from reprise.rl.learner.config import TrainerConfig, TrainSpec
 from reprise.rl.learner.optimizer import init_state, make_optimizer
 from reprise.rl.records.trajectory import FinishReason, Trajectory
+from reprise.rl.slots.config import EngineConfig
 from reprise.sched.simulator.roofline import ACCELERATORS, Accelerator
 from reprise.spec.config import SamplingConfig
 from reprise.spec.drafter import no_drafts

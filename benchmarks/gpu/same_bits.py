@@ -23,9 +23,10 @@ import numpy as np
 from benchmarks import same_bits
 from benchmarks.passes import random_texts
 from benchmarks.turns import in_turns
-from reprise.models import sum_in_order_on_accelerators, transformer
-from reprise.models.layers import linear, rope_turns, rotate
-from reprise.spec.sampling import masses
+from reprise.models import sum_in_order_on_accelerators
+from reprise.models.decoder import transformer
+from reprise.models.decoder.layers import linear, rope_turns, rotate
+from reprise.spec.verification.sampling import masses
 
 if TYPE_CHECKING:
     from benchmarks.gpu.parts import Row, Size

@@ -16,24 +16,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.real_policy.questions import ask
-from reprise.models import hf
-from reprise.models.transformer import Params
-from reprise.rl.engine.config import EngineConfig
+from reprise.models.decoder.transformer import Params
+from reprise.models.formats import hf
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec
 from reprise.rl.learner import trainer
-from reprise.rl.learner.advantages import group_advantages
-from reprise.rl.learner.algorithms import AlgorithmConfig
 from reprise.rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
 from reprise.rl.learner.optimizer import init_state, make_optimizer
+from reprise.rl.losses.advantages import group_advantages
+from reprise.rl.losses.algorithms import AlgorithmConfig
 from reprise.rl.records.trajectory import Request, Trajectory
 from reprise.rl.rewards.functions import task_reward
 from reprise.rl.settings.inputs import open_policy
+from reprise.rl.slots.config import EngineConfig
 from reprise.rl.speculation.reuse import COUPLED_STEP
 from reprise.spec.config import Draw, SamplingConfig
 from reprise.spec.reuse.prefix_rule import PrefixRule, parse_mode
 from reprise.spec.reuse.rollout_cache import CachedResponse, Scores
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 
 STEP = 1  # whose noise draws the responses
 MEASURED_RATE = 1e-4  # of the update that is computed; Adam's first step is proportional to it

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.bf16_flips import scores
 from benchmarks.real_policy.acceptance import ratio
 from benchmarks.real_policy.ground import Ground, cached
-from reprise.models.transformer import Params
+from reprise.models.decoder.transformer import Params
 from reprise.rl.records.trajectory import Trajectory
 from reprise.spec.config import DRAWS, Draw
 from reprise.spec.reuse.prefix_rule import PrefixRule, log, parse_mode

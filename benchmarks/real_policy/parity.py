@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks import environment
 from benchmarks.real_policy.ground import Ground
 from benchmarks.real_policy.questions import ask
-from reprise.models import transformer
+from reprise.models.decoder import transformer
 from reprise.rl.python.generate import generate
 from reprise.rl.records.trajectory import Request
 from reprise.spec.config import SamplingConfig

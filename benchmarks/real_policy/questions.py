@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from benchmarks.environment import ROOT
-from reprise.models.tokenizer import Tokenizer
+from reprise.models.text.tokenizer import Tokenizer
 from reprise.rl.data.prompts import encode_prompt
 from reprise.rl.data.tasks import Example, TaskConfig, open_tasks
 

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reprise.models import transformer
+from reprise.models.decoder import transformer
 from reprise.rl.checkpoint import reader
 from reprise.rl.learner.config import OptimizerConfig
 from reprise.rl.learner.optimizer import init_state, make_optimizer

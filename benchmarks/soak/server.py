@@ -59,7 +59,8 @@ def serving(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
 
 def fuzz(folder: Path, count: int = 5000) -> dict[str, Any]:
     """Send `count` hostile bodies and a sequence of operations for every 25 of them."""
-    from reprise.rl.server import account, answers, records
+    from reprise.rl.http import account, answers
+    from reprise.rl.server import records
 
     tiny_run.make_inputs(folder)
     with serving(folder) as (process, address):

@@ -24,11 +24,11 @@ import numpy as np
 
 from benchmarks import environment, workloads
 from benchmarks.specactor.virtual_time import PricedDrafting, PricedEngine, PricedLink, VirtualTime
-from reprise.models import hf
-from reprise.rl.engine.config import EngineConfig
+from reprise.models.formats import hf
 from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
-from reprise.rl.engine.stats import EngineStats, RoundRecord
+from reprise.rl.records.stats import EngineStats, RoundRecord
 from reprise.rl.records.trajectory import Request, Trajectory
+from reprise.rl.slots.config import EngineConfig
 from reprise.sched.policies.specactor import Acceptance, prob_of, rate
 from reprise.sched.simulator.roofline import ACCELERATORS, MODELS, Instance
 from reprise.spec.buckets import bucket
@@ -40,7 +40,7 @@ from reprise.spec.decoupled.messages import DraftPlan
 from reprise.spec.draft_model.drafter import DraftModelDrafter
 from reprise.spec.draft_model.enumeration import AheadDraftModel, EnumeratingDraftModel
 from reprise.spec.drafter import Drafts, LiveSlots
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 
 DRAFT_MODEL = environment.ROOT / "policies" / "tiny_draft"
 WORKERS, DEVICES = 4, 8  # and devices of each

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from reprise.rl.engine.engine import Engine
-from reprise.rl.engine.stats import RoundRecord
+from reprise.rl.records.stats import RoundRecord
 from reprise.rl.records.trajectory import Trajectory
 from reprise.spec.decoupled.ahead import DraftingAhead
 from reprise.spec.decoupled.messages import Block, Commit

@@ -1,7 +1,7 @@
 """The kernel of an operation on a platform, or the reason why there is none.
 
 Operations are "page_attention" (of new tokens, over a cache), "row_attention" (of training rows)
-and "products" (with weights). Their modules are named after operation and platform.
+and "products" (with weights). Each platform has a room, with a module for each operation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 Operation = Literal["page_attention", "row_attention", "products"]
-ENDINGS = {"cpu": "cpu", "tpu": "tpu", "cuda": "gpu"}  # of module names
+ROOMS = {"cpu": "cpu", "tpu": "tpu", "cuda": "gpu"}
 NO_KERNEL = {("products", "cuda")}  # XLA products, of one tile shape
 
 
@@ -21,10 +21,10 @@ def find(operation: Operation, platform: str, *sizes: Any) -> ModuleType | str:
     `sizes` are the arguments of the `takes` functions of this operation. Modules are imported on
     the first call: numba takes half a second, Pallas a second.
     """
-    if platform not in ENDINGS or (operation, platform) in NO_KERNEL:
+    if platform not in ROOMS or (operation, platform) in NO_KERNEL:
         return f"expected CPUs, TPUs or GPUs with a kernel for {operation}, got {platform}"
     if platform == "cuda":
-        from reprise.models.kernels.hopper import is_hopper
+        from reprise.models.kernels.gpu.hopper import is_hopper
 
         if not is_hopper():
             return "expected a GPU of compute capability 9, got another one or none"
@@ -35,7 +35,8 @@ def find(operation: Operation, platform: str, *sizes: Any) -> ModuleType | str:
 
 def module_of(operation: Operation, platform: str) -> ModuleType:
     """Return the module of the kernel of an operation, for any sizes."""
-    return importlib.import_module(f"{__package__}.{operation}_{ENDINGS[platform]}")
+    room = ROOMS[platform]
+    return importlib.import_module(f"{__package__}.{room}.{operation}_{room}")
 
 
 def takes(operation: Operation, platform: str, *sizes: Any) -> bool:

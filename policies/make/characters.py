@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from reprise.models import hf_files
+from reprise.models.formats import hf_files
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 
@@ -13,7 +13,7 @@ PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 def save_character_tokenizer(
     folder: Path, characters: Iterable[str], chat_template: str | None = None
 ) -> None:
-    """Write a tokenizer with one id per character, readable by models.tokenizer and transformers.
+    """Write a tokenizer of one id per character, for `models.text.tokenizer` and transformers.
 
     Ids: `<pad>` 0, `<eos>` 1, `<unk>` 2, then the distinct characters in their order. Other
     characters become `<unk>`. `chat_template` is Jinja source.

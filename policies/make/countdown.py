@@ -36,7 +36,9 @@ from policies.make.policy import (
     train_step,
     write_report,
 )
-from reprise.models import hf, tokenizer, transformer
+from reprise.models.decoder import transformer
+from reprise.models.formats import hf
+from reprise.models.text import tokenizer
 from reprise.rl.engine.engine import Engine
 
 WIDTHS_TOKENS = (64, 96, 160, 256, 512, 1024)  # batches are padded to these

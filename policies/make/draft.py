@@ -29,10 +29,12 @@ from policies.make.policy import (
     train_step,
     write_report,
 )
-from reprise.models import hf, tokenizer, transformer
 from reprise.models.config import ModelConfig
+from reprise.models.decoder import transformer
+from reprise.models.formats import hf
+from reprise.models.text import tokenizer
 from reprise.rl.engine.engine import Engine
-from reprise.spec import sampling
+from reprise.spec.verification import sampling
 
 FIRST_STREAM = 1000  # of questions; far from the policy's own
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")

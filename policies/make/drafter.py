@@ -21,19 +21,20 @@ import numpy as np
 
 from policies.make.countdown import NUM_FEW, questions
 from policies.make.policy import respond, write_report
-from reprise.models import hf, tokenizer
 from reprise.models.config import ModelConfig
-from reprise.models.transformer import Params
+from reprise.models.decoder.transformer import Params
+from reprise.models.formats import hf
+from reprise.models.text import tokenizer
 from reprise.rl.drafter_training import export
 from reprise.rl.drafter_training.config import DrafterConfig
 from reprise.rl.drafter_training.offline import hidden_of
 from reprise.rl.drafter_training.trainer import SUMS, DrafterTrainer, copied
-from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.engine import Engine
-from reprise.rl.engine.model_runner import ModelRunner
 from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
 from reprise.rl.records.packing import Response
 from reprise.rl.records.trajectory import Request, Trajectory
+from reprise.rl.slot_memory.model_runner import ModelRunner
+from reprise.rl.slots.config import EngineConfig
 from reprise.rl.speculation.device_drafters import LearnedDrafter
 from reprise.spec.budget.budget import FixedBudget
 from reprise.spec.config import Proposal, SamplingConfig
@@ -41,8 +42,8 @@ from reprise.spec.drafter import Acceptance, Drafts, LiveSlots
 from reprise.spec.eagle import model as eagle
 from reprise.spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, TreeConfig, Variant
 from reprise.spec.eagle.model import EagleParams, EagleWeights
-from reprise.spec.eagle.training_data import DataBuffer
-from reprise.spec.sampling import step_key
+from reprise.spec.eagle_training.training_data import DataBuffer
+from reprise.spec.verification.sampling import step_key
 
 SAY_EVERY_STEPS = 20
 NOISE = 11  # of the responses: other ones than the policy's recipe draws

@@ -26,8 +26,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reprise.models import hf, hf_files, tokenizer_files, transformer
 from reprise.models.config import Layer, ModelConfig, Params, num_params
+from reprise.models.decoder import transformer
+from reprise.models.formats import hf, hf_files
+from reprise.models.text import tokenizer_files
 from reprise.rl.drafter_training import export
 from reprise.spec.eagle import files as eagle_files
 from reprise.spec.eagle.model import EagleWeights

@@ -25,9 +25,11 @@ import optax
 
 from policies.make import solutions
 from policies.make.characters import save_character_tokenizer
-from reprise.models import hf, tokenizer, transformer
 from reprise.models.config import ModelConfig
-from reprise.rl.data.answers import extract_answer
+from reprise.models.decoder import transformer
+from reprise.models.formats import hf
+from reprise.models.text import tokenizer
+from reprise.rl.answers.answers import extract_answer
 from reprise.rl.engine.engine import Engine
 from reprise.rl.python.generate import generate
 from reprise.rl.records.trajectory import Request, Trajectory

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from reprise.models.config import ModelConfig
+from reprise.models.decoder.transformer import Params
 from reprise.models.folder import Folder
-from reprise.models.transformer import Params
 from reprise.rl.assembly.listeners import StepListener
 from reprise.rl.checkpoint.checkpointer import Checkpointer
 from reprise.rl.checkpoint.config import CheckpointConfig
@@ -26,9 +26,9 @@ from reprise.rl.drafter_training.spot_trainer import SpotTrainer
 from reprise.rl.drafter_training.trainer import BufferSink, DrafterTrainer, TrainContext
 from reprise.rl.engine.engine import Engine, RolloutEngine
 from reprise.rl.engine.rollout_spec import RolloutSpec
-from reprise.rl.engine.stats import EngineStats
 from reprise.rl.exchange.responses import WHOLE, Partition
 from reprise.rl.metrics.writer import Timings
+from reprise.rl.records.stats import EngineStats
 from reprise.rl.runtime.run_files import DRAFTER
 from reprise.rl.runtime.waits import Deadline
 from reprise.rl.settings.config import TrainConfig
@@ -38,8 +38,8 @@ from reprise.spec.eagle import files as eagle_files
 from reprise.spec.eagle import model as eagle
 from reprise.spec.eagle.config import DrafterTrainingConfig
 from reprise.spec.eagle.model import EagleWeights
-from reprise.spec.eagle.training import DrafterState, state_of
-from reprise.spec.eagle.training_data import DataBuffer, RequestSample
+from reprise.spec.eagle_training.training import DrafterState, state_of
+from reprise.spec.eagle_training.training_data import DataBuffer, RequestSample
 
 _VOCABULARY_PROMPTS = 20_000
 

@@ -20,11 +20,11 @@ from reprise.rl.drafting.workers import (
     DraftingWorkers,
 )
 from reprise.rl.engine.engine import RolloutEngine
-from reprise.rl.engine.stats import EngineStats
+from reprise.rl.records.stats import EngineStats
+from reprise.rl.sessions.multi_engine import Helpers, MultiEngine
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.speculation.device_drafters import DeviceDrafters
 from reprise.rl.workers.engines import EngineSettings
-from reprise.rl.workers.multi_engine import Helpers, MultiEngine
 
 
 def make_planner(config: TrainConfig) -> Planner:

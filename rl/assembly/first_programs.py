@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from reprise.models.config import ModelConfig
-from reprise.models.transformer import Params
+from reprise.models.decoder.transformer import Params
 from reprise.rl.cluster.processes import Processes
 from reprise.rl.engine.engine import Engine, RolloutEngine
 from reprise.rl.exchange.responses import WHOLE, Partition
 from reprise.rl.runtime.parallel_compile import OnCompiled
 from reprise.rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
+from reprise.rl.sessions.multi_engine import MultiEngine
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import Inputs
 from reprise.rl.speculation.config import USER
@@ -27,14 +28,13 @@ from reprise.rl.speculation.device_drafters import DeviceDrafters
 from reprise.rl.warm_up import compile_buckets, kept_rounds, transfer_times
 from reprise.rl.warm_up.rollout_programs import Decisions, NodeSizes, Reach
 from reprise.rl.warm_up.round_times import load_or_measure
-from reprise.rl.workers.multi_engine import MultiEngine
 from reprise.sched.simulator.measured_costs import MeasuredCosts
 from reprise.sched.simulator.roofline import Costs
 from reprise.spec.budget.budget import DraftDecision, best_trees, equal_trees
 from reprise.spec.budget.config import BANDIT, LEARNED, MODEL
 from reprise.spec.config import SamplingConfig
 from reprise.spec.round_times import RoundTimes
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 
 if TYPE_CHECKING:
     from reprise.rl.drafting.workers import DraftingWorkers

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from reprise.models.transformer import Params
+from reprise.models.decoder.transformer import Params
 from reprise.rl.engine.engine import RolloutEngine
 from reprise.rl.engine.rollout_spec import RolloutSpec
-from reprise.rl.engine.stats import EngineStats
 from reprise.rl.metrics.writer import Timings
+from reprise.rl.records.stats import EngineStats
 
 
 class StepListener:

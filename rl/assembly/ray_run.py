@@ -12,18 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from reprise.models.decoder.transformer import Params
 from reprise.models.folder import replace_file
-from reprise.models.transformer import Params
 from reprise.rl.assembly import drafter_run, first_programs
 from reprise.rl.assembly.drafter_run import AnyDrafter
 from reprise.rl.assembly.drafting_run import have_idle_help, make_planner, open_actors
-from reprise.rl.assembly.engines import engine_settings
 from reprise.rl.assembly.setup import RunBuilder
 from reprise.rl.cluster.actors import Actor, ActorSettings, Handle, Starts
 from reprise.rl.cluster.join import DRAFT_MODEL, POLICY
 from reprise.rl.drafting.plans import MeasuredSeconds, Planner
 from reprise.rl.drafting.workers import DraftingActors
 from reprise.rl.engine.engine import Engine, RolloutEngine
+from reprise.rl.placement.engines import engine_settings
 from reprise.rl.ray_workers.place import (
     Bounds,
     LearnedSettings,
@@ -38,6 +38,8 @@ from reprise.rl.runtime.parallel_compile import OnCompiled
 from reprise.rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
 from reprise.rl.runtime.user_files import files_of, is_user_name
 from reprise.rl.runtime.waits import POLL_S
+from reprise.rl.sessions.ahead_engine import AheadEngine
+from reprise.rl.sessions.multi_engine import MultiEngine
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import Inputs
 from reprise.rl.speculation.bandits import Bandits
@@ -47,9 +49,7 @@ from reprise.rl.speculation.sources import Speculation, history_rule
 from reprise.rl.warm_up import compile_buckets
 from reprise.rl.warm_up.measured_run import MoveTimes, read_moves, read_rounds
 from reprise.rl.warm_up.rollout_programs import Reach
-from reprise.rl.workers.ahead_engine import AheadEngine
 from reprise.rl.workers.engines import EngineSettings, make_engine
-from reprise.rl.workers.multi_engine import MultiEngine
 from reprise.rl.workers.pool import Place
 from reprise.sched.simulator.measured_costs import MeasuredCosts
 from reprise.spec.buckets import buckets

@@ -14,14 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from reprise.models import hf, lora
+from reprise.models.decoder import lora
+from reprise.models.decoder.transformer import Params
 from reprise.models.folder import Folder
+from reprise.models.formats import hf
 from reprise.models.layout import axis_ways
-from reprise.models.transformer import Params
 from reprise.rl.assembly import first_programs
-from reprise.rl.assembly.engines import engine_settings, evaluation_engine
 from reprise.rl.assembly.listeners import StepListener
-from reprise.rl.assembly.meshes import engine_mesh, run_mesh
 from reprise.rl.assembly.system import System, evaluation_weights, rollout_weights
 from reprise.rl.cluster.lockstep import LockstepWatch
 from reprise.rl.cluster.processes import ALONE, Processes
@@ -32,6 +31,8 @@ from reprise.rl.learner import critic, trainer
 from reprise.rl.learner.config import TrainSpec
 from reprise.rl.learner.optimizer import TrainState, init_state, make_optimizer
 from reprise.rl.learner.trainer import Learner
+from reprise.rl.placement.engines import engine_settings, evaluation_engine
+from reprise.rl.placement.meshes import engine_mesh, run_mesh
 from reprise.rl.rewards.pool import RewardPool
 from reprise.rl.rewards.scores import Rewards
 from reprise.rl.runtime.parallel_compile import OnCompiled
@@ -39,15 +40,15 @@ from reprise.rl.runtime.progress import Progress
 from reprise.rl.runtime.run_files import ROLLOUTS, spill_folder
 from reprise.rl.runtime.signals import Watch
 from reprise.rl.runtime.waits import Deadline
+from reprise.rl.sessions.ahead_engine import AheadEngine
+from reprise.rl.sessions.multi_engine import MultiEngine
 from reprise.rl.settings.checks import ahead_loss
 from reprise.rl.settings.config import TrainConfig, recipe
 from reprise.rl.settings.inputs import Inputs
 from reprise.rl.speculation.device_drafters import DeviceDrafters, DeviceDrafterSource, DraftModel
 from reprise.rl.speculation.reuse import Reuse
 from reprise.rl.speculation.sources import Speculation, make_bandits
-from reprise.rl.workers.ahead_engine import AheadEngine
 from reprise.rl.workers.engines import EngineSettings, make_engine, make_engines, split_devices
-from reprise.rl.workers.multi_engine import MultiEngine
 from reprise.spec.budget.config import LEARNED, MODEL
 from reprise.spec.reuse.rollout_cache import RolloutCache
 from reprise.spec.round_times import RoundTimes

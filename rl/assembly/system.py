@@ -8,16 +8,25 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from reprise.models.lora import trained_part
+from reprise.models.decoder.lora import trained_part
+from reprise.models.decoder.transformer import Params, param_specs
 from reprise.models.sharding import put
-from reprise.models.transformer import Params, param_specs
 from reprise.rl.assembly.listeners import StepListener
 from reprise.rl.cluster.processes import Processes
 from reprise.rl.data.prompts import DataOrder
 from reprise.rl.engine.engine import RolloutEngine
 from reprise.rl.exchange.responses import Partition, Scorer
 from reprise.rl.learner import trainer
-from reprise.rl.learner.gathering import (
+from reprise.rl.learner.trainer import Learner
+from reprise.rl.rewards.scores import Rewards
+from reprise.rl.runtime.progress import Progress
+from reprise.rl.runtime.signals import Stopped, Watch
+from reprise.rl.sessions.ahead_engine import AheadEngine
+from reprise.rl.settings.config import TrainConfig
+from reprise.rl.settings.inputs import Inputs
+from reprise.rl.speculation.reuse import Reuse
+from reprise.rl.speculation.sources import Speculation
+from reprise.rl.weights.gathering import (
     from_shards,
     host_copy,
     laid_out,
@@ -27,15 +36,6 @@ from reprise.rl.learner.gathering import (
     own_part,
     own_shards,
 )
-from reprise.rl.learner.trainer import Learner
-from reprise.rl.rewards.scores import Rewards
-from reprise.rl.runtime.progress import Progress
-from reprise.rl.runtime.signals import Stopped, Watch
-from reprise.rl.settings.config import TrainConfig
-from reprise.rl.settings.inputs import Inputs
-from reprise.rl.speculation.reuse import Reuse
-from reprise.rl.speculation.sources import Speculation
-from reprise.rl.workers.ahead_engine import AheadEngine
 from reprise.spec.reuse.rollout_cache import RolloutCache
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reprise.models import digests
+from reprise.models.text import digests
 from reprise.rl.cluster.config import AUTO, ClusterConfig, check
 from reprise.rl.cluster.processes import ALONE, Processes, ProcessLost
 from reprise.rl.cluster.relay import Relay

@@ -1,6 +1,6 @@
 """Detection of processes of one mesh that launch different programs, instead of a hang.
 
-A thread compares the engine launches of a process (`rl.engine.lockstep`) with process 0, through
+A thread compares the engine launches of a process (`rl.slots.lockstep`) with process 0, through
 the shared store. The thread also runs while a collective hangs.
 """
 
@@ -51,7 +51,7 @@ class LockstepWatch:
         self._thread = threading.Thread(target=self._watch, name="lockstep", daemon=True)
 
     def launched(self, digest: int, what: object) -> None:
-        """Record a launch (see `rl.engine.lockstep.Lockstep`)."""
+        """Record a launch (see `rl.slots.lockstep.Lockstep`)."""
         if not self._processes.alone:
             self._launches.append((next(self._number), digest, what))
 

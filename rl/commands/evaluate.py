@@ -123,8 +123,8 @@ def _configurations(
 
 def _run(args: argparse.Namespace, job: _Evaluation) -> int:
     """Load the weights, evaluate, print."""
-    from reprise.rl.assembly.meshes import engine_mesh, open_mesh
     from reprise.rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
+    from reprise.rl.placement.meshes import engine_mesh, open_mesh
     from reprise.rl.records.trajectory import NonFiniteLogits
     from reprise.rl.rewards.pool import RewardPool
     from reprise.rl.rewards.process import RewardWorkerError
@@ -172,9 +172,9 @@ def _respond(
     job: _Evaluation, params: Any, mesh: Any, pool: Rewards, on_round: OnRound
 ) -> list[Answers]:
     """Return the answers of these weights, scored by the pool, on a separate engine."""
-    from reprise.rl.assembly.engines import engine_settings
     from reprise.rl.exchange.responses import Scorer
     from reprise.rl.learner.trainer import cast_params
+    from reprise.rl.placement.engines import engine_settings
     from reprise.rl.workers.engines import make_engine
 
     config = job.config
@@ -191,7 +191,7 @@ def _weights(
     """Return the shape and parameters of the policy, and a record of their source."""
     import jax.numpy as jnp
 
-    from reprise.models import hf
+    from reprise.models.formats import hf
 
     if job.run is None:
         params = hf.load_pretrained(job.inputs.policy, mesh, dtype=jnp.float32)[1]

@@ -22,8 +22,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from reprise.models import hf
 from reprise.models.config import LoraShape
+from reprise.models.formats import hf
 from reprise.models.hints import program
 from reprise.rl.checkpoint import best
 from reprise.rl.checkpoint.folders import list_steps

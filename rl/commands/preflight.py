@@ -18,8 +18,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from reprise.models import hf
 from reprise.models.config import ModelConfig
+from reprise.models.formats import hf
 from reprise.models.hints import program
 from reprise.rl.gin.command_line import config_parser, parse_command_line
 from reprise.rl.gin.loader import load

@@ -136,7 +136,7 @@ def _serve(app: Any, sock: socket.socket, args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; the running operation is finished first."""
     import uvicorn
 
-    from reprise.rl.server.connections import configured
+    from reprise.rl.http.connections import configured
 
     server = uvicorn.Server(configured(app, host=args.host, port=args.port))
     host, port = sock.getsockname()[:2]

@@ -26,9 +26,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from reprise.models import hf
 from reprise.models.config import ModelConfig, num_params
-from reprise.models.transformer import Params
+from reprise.models.decoder.transformer import Params
+from reprise.models.formats import hf
 from reprise.rl.assembly.drafter_run import first_drafter
 from reprise.rl.drafter_training import export as drafter_folder
 from reprise.rl.drafter_training import offline
@@ -50,7 +50,7 @@ from reprise.spec.config import MIN_TEMPERATURE
 from reprise.spec.eagle import model as eagle
 from reprise.spec.eagle.config import EagleConfig
 from reprise.spec.eagle.files import Engine
-from reprise.spec.eagle.training_data import pack
+from reprise.spec.eagle_training.training_data import pack
 
 SAY_EVERY_STEPS = 50
 MIN_VALUE_BYTES = 2  # smallest size of a value in hidden states

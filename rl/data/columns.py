@@ -14,8 +14,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from reprise.rl.data import written_numbers
-from reprise.rl.data.answers import EXTRACTORS, boxed, extract_answer, hash_mark
+from reprise.rl.answers import written_numbers
+from reprise.rl.answers.answers import EXTRACTORS, boxed, extract_answer, hash_mark
 from reprise.rl.data.conversations import Prompt, check_last_turn, ends_with_answer, read_prompt
 from reprise.rl.data.specs import MAX_PROMPT_CHARACTERS, Spec, check_text
 

@@ -7,7 +7,7 @@ import functools
 
 import numpy as np
 
-from reprise.models.tokenizer import Tokenizer
+from reprise.models.text.tokenizer import Tokenizer
 from reprise.rl.data.tasks import Example, Task, TaskConfig
 
 MAX_PASSED_OVER = 1000  # consecutive prompts that are too long: hardly any would fit

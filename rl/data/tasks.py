@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from reprise.models.chat_template import check_variables
+from reprise.models.text.chat_template import check_variables
 from reprise.rl.data import files, reasoning_gym_tasks
 from reprise.rl.data.columns import PUBLISHED, check_query, find_layout, read_row
 from reprise.rl.data.conversations import Message

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import jax
 
-from reprise.models import hf_files
 from reprise.models.config import ModelConfig
+from reprise.models.decoder.transformer import Params
+from reprise.models.formats import hf_files
 from reprise.models.hints import program
-from reprise.models.tokenizer import copy_files
-from reprise.models.transformer import Params
+from reprise.models.text.tokenizer import copy_files
 from reprise.spec.eagle import files as eagle_files
 from reprise.spec.eagle.config import EagleConfig
 from reprise.spec.eagle.files import Engine

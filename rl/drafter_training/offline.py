@@ -17,22 +17,22 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from reprise.models import transformer
-from reprise.models.attention import Packing
+from reprise.models.attention.attention import Packing
 from reprise.models.config import ModelConfig
-from reprise.models.transformer import Params
+from reprise.models.decoder import transformer
+from reprise.models.decoder.transformer import Params
 from reprise.rl.drafter_training.config import DrafterConfig
 from reprise.rl.drafter_training.traces import num_tokens
 from reprise.rl.drafter_training.trainer import SUMS, DrafterTrainer
-from reprise.rl.engine.model_runner import ModelRunner
 from reprise.rl.records import packing
 from reprise.rl.records.packing import Response, Row, Shape
+from reprise.rl.slot_memory.model_runner import ModelRunner
 from reprise.rl.speculation.device_drafters import LearnedDrafter
 from reprise.spec.buckets import bucket
-from reprise.spec.eagle import training as drafter_training
 from reprise.spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, EagleConfig
 from reprise.spec.eagle.model import EagleParams, EagleWeights, SharedParams
-from reprise.spec.eagle.training_data import DataBuffer, DrafterBatch, HiddenStates, pack
+from reprise.spec.eagle_training import training as drafter_training
+from reprise.spec.eagle_training.training_data import DataBuffer, DrafterBatch, HiddenStates, pack
 
 T = TypeVar("T")
 PASS_TOKENS = 8192  # of a forward pass, unless a sequence is longer

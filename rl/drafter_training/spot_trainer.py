@@ -15,9 +15,9 @@ import dataclasses
 import threading
 from collections.abc import Callable
 
-from reprise.models.transformer import Params
+from reprise.models.decoder.transformer import Params
 from reprise.rl.drafter_training.trainer import DrafterTrainer, TrainContext
-from reprise.rl.engine.model_runner import ModelRunner
+from reprise.rl.slot_memory.model_runner import ModelRunner
 from reprise.rl.speculation.device_drafters import PerRunner
 from reprise.sched.policies.spot_training import SpotCoordinator
 

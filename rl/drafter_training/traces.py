@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from reprise.models.config import ModelConfig
-from reprise.models.tokenizer import Tokenizer
+from reprise.models.text.tokenizer import Tokenizer
 from reprise.rl.records.packing import Response
 from reprise.rl.runtime.run_files import SAMPLES_FILE
 

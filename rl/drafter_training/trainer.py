@@ -21,17 +21,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reprise.models.transformer import Params
+from reprise.models.decoder.transformer import Params
 from reprise.rl.checkpoint.checkpointer import Checkpointer
 from reprise.rl.drafter_training.config import DrafterConfig
-from reprise.rl.engine.model_runner import ModelRunner
+from reprise.rl.slot_memory.model_runner import ModelRunner
 from reprise.rl.speculation.device_drafters import LearnedDrafter, PerRunner
 from reprise.spec.eagle import model as eagle
-from reprise.spec.eagle import training as drafter_training
 from reprise.spec.eagle.config import DrafterTrainingConfig, EagleConfig
 from reprise.spec.eagle.model import EagleParams, SharedParams
-from reprise.spec.eagle.training import DrafterState
-from reprise.spec.eagle.training_data import (
+from reprise.spec.eagle_training import training as drafter_training
+from reprise.spec.eagle_training.training import DrafterState
+from reprise.spec.eagle_training.training_data import (
     DataBuffer,
     DrafterBatch,
     HiddenStates,

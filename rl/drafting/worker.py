@@ -25,7 +25,7 @@ from reprise.rl.cluster.actors import ActorDied
 from reprise.rl.drafting.config import DraftingConfig, methods_of
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec
-from reprise.rl.engine.worker_record import Span
+from reprise.rl.records.worker_record import Span
 from reprise.rl.runtime.parallel_compile import OnCompiled, unwatched
 from reprise.rl.runtime.waits import HANG_LIMIT_S
 from reprise.rl.speculation.device_drafters import DraftModel
@@ -35,7 +35,7 @@ from reprise.spec.decoupled.ahead import DraftingAhead, Enumerating, FreeRunning
 from reprise.spec.decoupled.messages import Block, Commit, DraftLink, DraftPlan
 from reprise.spec.draft_model.enumeration import AheadDraftModel, EnumeratingDraftModel
 from reprise.spec.drafter import Program
-from reprise.spec.sampling import KEY_IMPL, step_key
+from reprise.spec.verification.sampling import KEY_IMPL, step_key
 
 FAN_OUT = 3  # guesses of each next token, with `enumeration`
 MAX_ROLLOUTS = 3  # rollouts with kept requests: of the present step and its neighbours

@@ -22,12 +22,12 @@ from reprise.rl.cluster.actors import Actor, Handle
 from reprise.rl.drafting.config import DraftingConfig
 from reprise.rl.drafting.plans import MeasuredSeconds, Planner
 from reprise.rl.drafting.worker import Answer, Draft, DraftingLink, DraftingWorker, Peer, Rollout
-from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import DrafterContext
-from reprise.rl.engine.worker_record import WorkerPart
+from reprise.rl.records.worker_record import WorkerPart
 from reprise.rl.runtime.parallel_compile import OnCompiled, keep_programs
 from reprise.rl.runtime.waits import HANG_LIMIT_S
+from reprise.rl.slots.config import EngineConfig
 from reprise.rl.speculation.config import DraftModelConfig
 from reprise.rl.speculation.device_drafters import DeviceDrafters, DrafterSource, DraftModel
 from reprise.sched.simulator.measured_costs import MeasuredCosts

@@ -7,8 +7,8 @@
                 ...                     # a Trajectory, or a ChunkEnd: `extend` or `take` it
 
 Shapes come from a pool of buckets (slots, positions, nodes: powers of two), each compiled once;
-`rl.engine.slot_cache` holds the cache. Each device call has one fetch, and runs several rounds when
-no draft is wanted. The engine owns no weights; every rollout supplies its weights.
+`rl.slot_memory.slot_cache` holds the cache. Each device call has one fetch, and runs several rounds
+when no draft is wanted. The engine owns no weights; every rollout supplies its weights.
 """
 
 from __future__ import annotations
@@ -23,18 +23,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import jax
 import numpy as np
 
-from reprise.models.transformer import Params
-from reprise.rl.engine import admission
-from reprise.rl.engine.admission import WaitingQueue
-from reprise.rl.engine.cached_prefixes import CachedPrefixes
-from reprise.rl.engine.model_runner import ModelRunner
+from reprise.models.decoder.transformer import Params
 from reprise.rl.engine.rollout_spec import CachedStates, DrafterContext, RolloutSpec
 from reprise.rl.engine.rounds import Limits, Rounds
-from reprise.rl.engine.slot_cache import SlotCache
-from reprise.rl.engine.slot_table import SlotTable
 from reprise.rl.engine.speculate import Speculator
-from reprise.rl.engine.state_delivery import StateDelivery
-from reprise.rl.engine.stats import EngineStats, RoundRecord
+from reprise.rl.records.stats import EngineStats, RoundRecord
 from reprise.rl.records.trajectory import (
     PartialRequest,
     Request,
@@ -43,6 +36,13 @@ from reprise.rl.records.trajectory import (
     longest_tokens,
 )
 from reprise.rl.runtime import compilations
+from reprise.rl.slot_memory.model_runner import ModelRunner
+from reprise.rl.slot_memory.slot_cache import SlotCache
+from reprise.rl.slot_memory.state_delivery import StateDelivery
+from reprise.rl.slots import admission
+from reprise.rl.slots.admission import WaitingQueue
+from reprise.rl.slots.cached_prefixes import CachedPrefixes
+from reprise.rl.slots.slot_table import SlotTable
 from reprise.sched.request import copy_of
 from reprise.spec.budget.budget import plain
 from reprise.spec.reuse.chunk_price import ChunkPrice

@@ -10,16 +10,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from reprise.models.kv_cache import KVCache
-from reprise.models.token_bytes import TokenBytes
-from reprise.models.transformer import Params
-from reprise.rl.engine.ending import Endings, padded_ids
-from reprise.rl.engine.model_runner import ModelRunner
+from reprise.models.attention.kv_cache import KVCache
+from reprise.models.decoder.transformer import Params
+from reprise.models.text.token_bytes import TokenBytes
 from reprise.rl.records.trajectory import Request
+from reprise.rl.slot_memory.model_runner import ModelRunner
+from reprise.rl.slots.ending import Endings, padded_ids
 from reprise.spec.budget.budget import Budget
 from reprise.spec.config import SamplingConfig
 from reprise.spec.drafter import Drafter
-from reprise.spec.eagle.training_data import HiddenStateSink
+from reprise.spec.eagle_training.training_data import HiddenStateSink
 from reprise.spec.reuse.agreement import FIRST_RATE
 from reprise.spec.reuse.prefix_rule import PrefixRule
 from reprise.spec.round_times import RoundTimes

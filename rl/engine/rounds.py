@@ -12,18 +12,18 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from reprise.models.entries import Entries
-from reprise.rl.engine.model_runner import ModelRunner
+from reprise.models.attention.entries import Entries
 from reprise.rl.engine.rollout_spec import RolloutSpec
-from reprise.rl.engine.slot_cache import NextDraws, SlotCache
-from reprise.rl.engine.slot_table import SlotTable
 from reprise.rl.engine.speculate import Speculator
-from reprise.rl.engine.stats import EngineStats
+from reprise.rl.records.stats import EngineStats
+from reprise.rl.slot_memory.model_runner import ModelRunner
+from reprise.rl.slot_memory.slot_cache import NextDraws, SlotCache
+from reprise.rl.slots.slot_table import SlotTable
 from reprise.spec.budget.budget import DraftDecision
 from reprise.spec.draft_cache.drafting import draft_rounds, unpack_rounds
 from reprise.spec.drafter import Drafts, LiveSlots
-from reprise.spec.nodes import by_slot, pack, unpack_draws
-from reprise.spec.verify import (
+from reprise.spec.verification.nodes import by_slot, pack, unpack_draws
+from reprise.spec.verification.verify import (
     chunks_alone,
     chunks_beside_roots,
     decode_beside_chunks,
@@ -32,7 +32,7 @@ from reprise.spec.verify import (
 )
 
 T = TypeVar("T")
-Fetch = tuple[np.ndarray, np.ndarray, np.ndarray]  # as from `spec.nodes.unpack_draws`
+Fetch = tuple[np.ndarray, np.ndarray, np.ndarray]  # as from `spec.verification.nodes.unpack_draws`
 
 
 class Limits(NamedTuple):

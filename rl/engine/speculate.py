@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from reprise.rl.engine.cached_prefixes import CachedPrefixes
-from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.rollout_spec import Drafting
-from reprise.rl.engine.stats import EngineStats
+from reprise.rl.records.stats import EngineStats
+from reprise.rl.slots.cached_prefixes import CachedPrefixes
+from reprise.rl.slots.config import EngineConfig
 from reprise.spec.budget.budget import DraftDecision, FixedBudget, PlainSpell, plain
 from reprise.spec.draft_cache.drafting import DraftedRound
 from reprise.spec.drafter import (

@@ -26,13 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from reprise.models.tokenizer import Tokenizer
+from reprise.models.text.tokenizer import Tokenizer
 from reprise.rl.cluster.processes import ALONE, Diverged, Processes
 from reprise.rl.data.tasks import Example
-from reprise.rl.engine.stats import CachedCounts, EngineStats, PoolCounts, RoundRecord, joined
-from reprise.rl.engine.worker_record import WorkerEvent, WorkerPart, moved
-from reprise.rl.learner.advantages import informative_groups
+from reprise.rl.losses.advantages import informative_groups
+from reprise.rl.records.stats import CachedCounts, EngineStats, PoolCounts, RoundRecord, joined
 from reprise.rl.records.trajectory import FinishReason, NonFiniteLogits, Request, Trajectory
+from reprise.rl.records.worker_record import WorkerEvent, WorkerPart, moved
 from reprise.rl.rewards.process import RewardWorkerError
 from reprise.rl.rewards.scores import Rewards, Score, ScoreJob
 from reprise.rl.runtime.signals import Stopped

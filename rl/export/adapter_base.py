@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reprise.models import peft_files
-from reprise.models.hf_files import shown
+from reprise.models.formats import peft_files
+from reprise.models.formats.hf_files import shown
 from reprise.rl.export import model_card
 from reprise.rl.settings import identity
 

@@ -13,11 +13,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from reprise.models import hf, hf_files, tokenizer_files
 from reprise.models.config import trained_specs, with_adapters
+from reprise.models.decoder.transformer import Params
 from reprise.models.folder import held
-from reprise.models.tokenizer import copy_files
-from reprise.models.transformer import Params
+from reprise.models.formats import hf, hf_files
+from reprise.models.text import tokenizer_files
+from reprise.models.text.tokenizer import copy_files
 from reprise.rl.checkpoint import reader
 from reprise.rl.checkpoint.reader import NoWholeCheckpointError
 from reprise.rl.export import model_card
@@ -30,7 +31,7 @@ from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import Inputs
 from reprise.rl.settings.run_folder import read_launches, today
 from reprise.spec.eagle.files import Engine
-from reprise.spec.sampling import SamplingConfig
+from reprise.spec.verification.sampling import SamplingConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +166,7 @@ def write_drafter(
     """
     from reprise.rl.assembly.drafter_run import open_drafter
     from reprise.rl.drafter_training import export as drafter_folder
-    from reprise.spec.eagle.training import DrafterState
+    from reprise.spec.eagle_training.training import DrafterState
 
     start = open_drafter(config, inputs)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), start.params)

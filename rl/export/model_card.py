@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from reprise.models import gguf_header, hf_files
 from reprise.models.config import ModelConfig, num_params
+from reprise.models.formats import gguf_header, hf_files
 from reprise.rl.gin.loader import dump
 from reprise.rl.metrics.writer import Row
 from reprise.rl.settings.config import TrainConfig
@@ -304,7 +304,7 @@ print(tokenizer.decode(output[0, ids.shape[1] :]))"""
 {fence}
 
 Reprise trains from this folder (`Policy.directory`), and reads it with \
-`models.hf.load_pretrained`."""
+`models.formats.hf.load_pretrained`."""
 
 
 def _prompt(form: Form, config: TrainConfig | None) -> str:

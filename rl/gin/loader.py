@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from reprise.models.hf_files import shown
+from reprise.models.formats.hf_files import shown
 from reprise.rl.gin.grammar import Binding, Macro, Reference, read_files, read_override
 from reprise.rl.gin.values import (
     ConfigError,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from reprise.models.config import ModelConfig
 from reprise.models.layout import layers_per_input
 from reprise.rl.gin.values import AUTO, found_size
-from reprise.rl.learner.algorithms import AlgorithmConfig, CriticConfig, adam_rules, require
+from reprise.rl.losses.algorithms import AlgorithmConfig, CriticConfig, adam_rules, require
 
 MAX_COUNT = 2**24  # max tokens of a micro-batch, and max optimizer steps of a batch
 
@@ -73,7 +73,7 @@ class TrainerConfig:
         return jnp.dtype(auto if self.compute_dtype == "auto" else self.compute_dtype)
 
     def remat_on(self, is_cpu: bool) -> str:
-        """Return the part to recompute on a CPU or elsewhere, by a name of `models.training`."""
+        """Return the part to recompute on CPUs or elsewhere, by a name of `decoder.training`."""
         if self.remat == "auto":
             return "none" if is_cpu else "layer"
         return self.remat
@@ -176,7 +176,7 @@ def why_other_bits(model: ModelConfig, tensor_ways: int) -> str | None:
 
     The heads of the trained weights are split `tensor_ways`.
     """
-    from reprise.models.kernels.cpu_tiles import (  # divisors of head sizes and input widths
+    from reprise.models.kernels.cpu.cpu_tiles import (  # divisors of head sizes and input widths
         LANES,
         LINE,
     )
@@ -202,8 +202,9 @@ def why_other_bits_on_accelerators(
     import jax.numpy as jnp
 
     from reprise.models import sums_in_order_on_accelerators
-    from reprise.models.kernels import hopper, products_tpu
     from reprise.models.kernels.find import find
+    from reprise.models.kernels.gpu import hopper
+    from reprise.models.kernels.tpu import products_tpu
 
     is_tpu = platform == "tpu"
     if not sums_in_order_on_accelerators():

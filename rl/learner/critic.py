@@ -16,20 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from reprise.models import transformer
 from reprise.models.config import ModelConfig
+from reprise.models.decoder import transformer
+from reprise.models.decoder.transformer import Params, ParamSpec, param_specs
 from reprise.models.sharding import replicated
-from reprise.models.transformer import Params, ParamSpec, param_specs
+from reprise.rl.batches.micro_batches import CriticTargets, MicroBatch, TrainSample
 from reprise.rl.learner import gradient_accumulation
-from reprise.rl.learner.advantages import gae, whiten
-from reprise.rl.learner.algorithms import AlgorithmConfig
 from reprise.rl.learner.config import OptimizerConfig, TrainSpec
 from reprise.rl.learner.gradient_accumulation import Network, Report, StepScalars
 from reprise.rl.learner.logprobs import at_responses, by_sample, unwatched
-from reprise.rl.learner.losses import LossInputs, TokenStatistics, token_weights
-from reprise.rl.learner.micro_batches import CriticTargets, MicroBatch, TrainSample
 from reprise.rl.learner.optimizer import CriticState, make_optimizer, settle, trained_shapes
-from reprise.rl.learner.policy_losses import clipped_value_loss
+from reprise.rl.losses.advantages import gae, whiten
+from reprise.rl.losses.algorithms import AlgorithmConfig
+from reprise.rl.losses.losses import LossInputs, TokenStatistics, token_weights
+from reprise.rl.losses.policy_losses import clipped_value_loss
 from reprise.rl.records.packing import Shape
 
 
@@ -42,7 +42,7 @@ class Critic:
 
 
 def critic_specs(model: ModelConfig) -> Critic:
-    """Return the tree of `ParamSpec`, like `models.transformer.param_specs`."""
+    """Return the tree of `ParamSpec`, like `models.decoder.transformer.param_specs`."""
     plain = dataclasses.replace(model, lora=None)
     trunk = dataclasses.replace(param_specs(plain), head_VD=None)
     head_D = ParamSpec((model.d_model,), (None,), 0.0)

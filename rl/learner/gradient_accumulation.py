@@ -23,14 +23,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from reprise.models import sharding
 from reprise.models.config import ModelConfig
+from reprise.models.decoder.training import adding
 from reprise.models.layout import RULES
 from reprise.models.sharding import constrain, replicated, ways_in_use
-from reprise.models.training import adding
-from reprise.rl.learner import losses
+from reprise.rl.batches.micro_batches import MicroBatch, Packed, TrainSample
 from reprise.rl.learner.config import OptimizerConfig, TrainSpec
-from reprise.rl.learner.losses import TokenStatistics
-from reprise.rl.learner.micro_batches import MicroBatch, Packed, TrainSample
 from reprise.rl.learner.optimizer import CriticState, TrainState, learning_rate, make_optimizer
+from reprise.rl.losses import losses
+from reprise.rl.losses.losses import TokenStatistics
 from reprise.rl.runtime.devices import in_turn
 
 State = TypeVar("State", TrainState, CriticState)

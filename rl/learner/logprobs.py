@@ -1,6 +1,7 @@
 """Log-probabilities of given tokens under a policy, without a batch × length × vocabulary array.
 
-The distribution is as in sampling (after temperature, top-k and top-p), by `spec.sampling`.
+The distribution is as in sampling (after temperature, top-k and top-p), by
+`spec.verification.sampling`.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from reprise.models import transformer
 from reprise.models.config import Adapted, LowRank
+from reprise.models.decoder import transformer
+from reprise.models.decoder.transformer import Params
 from reprise.models.layout import RULES, logits_axes
 from reprise.models.sharding import constrain, replicated, sizes_in_use, ways_in_use, ways_outside
-from reprise.models.transformer import Params
-from reprise.rl.learner import micro_batches
+from reprise.rl.batches import micro_batches
+from reprise.rl.batches.micro_batches import MicroBatch, Packed, TrainSample
 from reprise.rl.learner.config import TrainSpec
-from reprise.rl.learner.micro_batches import MicroBatch, Packed, TrainSample
 from reprise.rl.records.packing import Shape
 from reprise.rl.runtime.devices import in_turn
-from reprise.spec.sampling import Processing, log_probs
+from reprise.spec.verification.sampling import Processing, log_probs
 
 
 def cast(params: Params, dtype: Any) -> Params:

@@ -15,18 +15,18 @@ import optax
 from flax import struct
 
 from reprise.models.config import trained_specs
+from reprise.models.decoder.training import clipped_adamw
+from reprise.models.decoder.transformer import Params
 from reprise.models.sharding import replicated
-from reprise.models.training import clipped_adamw
-from reprise.models.transformer import Params
+from reprise.rl.batches.data import Datum, DatumInputs, pack
+from reprise.rl.batches.drawn import DrawnResponses
+from reprise.rl.batches.micro_batches import MicroBatch
 from reprise.rl.learner import logprobs, trainer
-from reprise.rl.learner.algorithms import MIN_EPS, adam_rules, require
 from reprise.rl.learner.config import TrainSpec
-from reprise.rl.learner.data import Datum, DatumInputs, pack
-from reprise.rl.learner.drawn import DrawnResponses
 from reprise.rl.learner.gradient_accumulation import Network, all_finite, whole
-from reprise.rl.learner.losses import TokenStatistics
-from reprise.rl.learner.micro_batches import MicroBatch
 from reprise.rl.learner.optimizer import TrainState
+from reprise.rl.losses.algorithms import MIN_EPS, adam_rules, require
+from reprise.rl.losses.losses import TokenStatistics
 from reprise.rl.records.packing import Shape
 
 

@@ -12,8 +12,8 @@ from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
 from reprise.models import sharding
-from reprise.models.training import clipped_adamw
-from reprise.models.transformer import Params
+from reprise.models.decoder.training import clipped_adamw
+from reprise.models.decoder.transformer import Params
 from reprise.rl.learner.config import OptimizerConfig
 
 

@@ -17,10 +17,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from reprise.models.config import trained_specs, with_adapters
-from reprise.models.row_attention import segment_tokens
+from reprise.models.decoder.row_attention import segment_tokens
+from reprise.models.decoder.transformer import Params
 from reprise.models.sharding import ways_in_use
-from reprise.models.transformer import Params
-from reprise.rl.learner import critic, gradient_accumulation, logprobs, losses, micro_batches
+from reprise.rl.batches import micro_batches
+from reprise.rl.batches.micro_batches import MicroBatch, Packed, TrainSample
+from reprise.rl.learner import critic, gradient_accumulation, logprobs
 from reprise.rl.learner.config import TrainSpec
 from reprise.rl.learner.critic import CRITIC
 from reprise.rl.learner.gradient_accumulation import (
@@ -39,8 +41,8 @@ from reprise.rl.learner.gradient_accumulation import (
     start,
 )
 from reprise.rl.learner.logprobs import place, placed_shapes
-from reprise.rl.learner.micro_batches import MicroBatch, Packed, TrainSample
 from reprise.rl.learner.optimizer import TrainState, settle
+from reprise.rl.losses import losses
 from reprise.rl.records import packing
 from reprise.rl.records.packing import Shape
 from reprise.rl.records.trajectory import Trajectory

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from reprise.models.tokenizer import Tokenizer
+from reprise.models.text.tokenizer import Tokenizer
 from reprise.rl.data.tasks import Example
-from reprise.rl.engine.stats import EngineStats, speculation_metrics, tail_seconds
 from reprise.rl.metrics.diversity import distinct_1, self_bleu
+from reprise.rl.records.stats import EngineStats, speculation_metrics, tail_seconds
 from reprise.rl.records.trajectory import Trajectory
 from reprise.rl.rewards.scores import Score
 from reprise.spec.round_times import RoundTimes

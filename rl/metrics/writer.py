@@ -32,8 +32,8 @@ from reprise.rl.runtime.run_files import (
 )
 
 if TYPE_CHECKING:
-    from reprise.rl.engine.worker_record import WorkerStep
     from reprise.rl.metrics.wandb_run import WandbRun
+    from reprise.rl.records.worker_record import WorkerStep
 
 WALL_CLOCK_PREFIXES = ("time/", "perf/", "workers/", "weights/", "ahead/", "drafting/", "bandit/")
 WALL_CLOCK_NAMES = {
@@ -138,7 +138,7 @@ class MetricsWriter:
         """Write the worker record of a step; drop the older half if the file gets too large."""
         if row is None:
             return
-        from reprise.rl.engine.worker_record import MAX_BYTES  # not needed to read rows
+        from reprise.rl.records.worker_record import MAX_BYTES  # not needed to read rows
 
         self._append(WORKERS_FILE, dataclasses.asdict(row))
         file = self._files.get(WORKERS_FILE)

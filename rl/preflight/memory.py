@@ -17,17 +17,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from reprise.models import hf, kv_cache
+from reprise.models.attention import kv_cache
+from reprise.models.attention.entries import no_pending
 from reprise.models.config import ModelConfig, param_specs, trained_specs
-from reprise.models.entries import no_pending
+from reprise.models.formats import hf
 from reprise.models.layout import CACHE_AXES, ENTRY_AXES, axis_ways, rollout_tensor, shard_shape
-from reprise.rl.assembly.engines import evaluation_engine
 from reprise.rl.assembly.first_programs import rollout_reach
-from reprise.rl.engine import cache_ops
 from reprise.rl.learner import critic
 from reprise.rl.learner.optimizer import make_optimizer
+from reprise.rl.placement.engines import evaluation_engine
 from reprise.rl.runtime.run_files import resolve_path
 from reprise.rl.settings.config import TrainConfig, drafter_shape
+from reprise.rl.slot_memory import cache_ops
 from reprise.rl.warm_up.rollout_programs import Reach
 
 TRAINING = "training"

@@ -12,14 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reprise.models import hf, sharding, transformer
+from reprise.models import sharding
 from reprise.models.config import MeshConfig, ModelConfig, trained_specs
+from reprise.models.decoder import transformer
+from reprise.models.formats import hf
 from reprise.models.sharding import make_mesh
-from reprise.rl.assembly.engines import engine_settings
 from reprise.rl.assembly.first_programs import rollout_reach
-from reprise.rl.assembly.meshes import check_bits
 from reprise.rl.learner import critic, trainer
 from reprise.rl.learner.optimizer import TrainState, make_optimizer, state_shapes
+from reprise.rl.placement.engines import engine_settings
+from reprise.rl.placement.meshes import check_bits
 from reprise.rl.preflight.memory import (
     ROLLOUTS,
     TRAINING,
@@ -43,7 +45,7 @@ from reprise.rl.workers.engines import make_engine
 from reprise.spec.budget.config import LEARNED, MODEL
 from reprise.spec.eagle import model as eagle
 from reprise.spec.eagle.model import EagleWeights
-from reprise.spec.verify import verify_round
+from reprise.spec.verification.verify import verify_round
 
 # Arguments of rollout programs that stay on a device from one program to the next.
 HELD = {

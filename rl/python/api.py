@@ -30,13 +30,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reprise.models import peft_files
 from reprise.models.config import LORA_TARGETS, trained_specs, with_adapters
-from reprise.models.lora import cut_to, merge
-from reprise.models.lora import init as new_adapter
-from reprise.models.transformer import Params
-from reprise.rl.assembly.meshes import open_mesh
+from reprise.models.decoder.lora import cut_to, merge
+from reprise.models.decoder.lora import init as new_adapter
+from reprise.models.decoder.transformer import Params
+from reprise.models.formats import peft_files
 from reprise.rl.assembly.setup import make_learner
+from reprise.rl.batches.data import Datum, Output, pack
+from reprise.rl.batches.micro_batches import Packed, unpacked
 from reprise.rl.checkpoint import reader
 from reprise.rl.checkpoint.checkpointer import Checkpointer
 from reprise.rl.checkpoint.config import CheckpointConfig
@@ -45,9 +46,7 @@ from reprise.rl.export import adapter_base, exports
 from reprise.rl.gin.loader import load
 from reprise.rl.gin.values import literal
 from reprise.rl.learner import gradient_accumulation, logprobs, objectives
-from reprise.rl.learner.data import Datum, Output, pack
 from reprise.rl.learner.gradient_accumulation import Accumulator, Health, all_finite
-from reprise.rl.learner.micro_batches import Packed, unpacked
 from reprise.rl.learner.objectives import (
     LOSSES,
     NETWORKS,
@@ -59,6 +58,7 @@ from reprise.rl.learner.objectives import (
     target_logprobs,
 )
 from reprise.rl.learner.optimizer import TrainState, init_state, make_optimizer
+from reprise.rl.placement.meshes import open_mesh
 from reprise.rl.python.sampler import Prompt, Rollouts, Sample, Sampler, on_mesh
 from reprise.rl.python.stream import Stream
 from reprise.rl.runtime.devices import in_turn

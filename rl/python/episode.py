@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from reprise.models.tokenizer import Tokenizer
-from reprise.rl.learner.data import Datum
+from reprise.models.text.tokenizer import Tokenizer
+from reprise.rl.batches.data import Datum
 from reprise.rl.python.sampler import Prompt, Sample
 
 

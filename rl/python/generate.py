@@ -1,7 +1,7 @@
 """Generation of trajectories for a list of requests, outside of a run.
 
-config, params = models.hf.load_pretrained("policies/tiny")
-tokenizer = models.tokenizer.load("policies/tiny")
+config, params = models.formats.hf.load_pretrained("policies/tiny")
+tokenizer = models.text.tokenizer.load("policies/tiny")
 requests = [Request(i, tuple(tokenizer.encode_prompt("2 + 3 =\\n"))) for i in range(4)]
 for t in generate(config, params, requests, SamplingConfig(), tokenizer=tokenizer):
     print(tokenizer.decode(t.response_ids), t.logprobs.sum())
@@ -14,16 +14,16 @@ from collections.abc import Sequence
 
 import jax
 
-from reprise.models import transformer
 from reprise.models.config import ModelConfig
-from reprise.models.tokenizer import Tokenizer, fitted
+from reprise.models.decoder import transformer
+from reprise.models.text.tokenizer import Tokenizer, fitted
 from reprise.rl.engine.engine import Engine, OnFinish, OnRound
 from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
 from reprise.rl.records.trajectory import Request, Trajectory
 from reprise.spec.budget.budget import Budget
 from reprise.spec.config import SamplingConfig
 from reprise.spec.drafter import Drafter
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 
 
 def generate(

@@ -15,17 +15,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from reprise.models.config import param_specs
-from reprise.models.lora import trained_part
-from reprise.models.transformer import Params
-from reprise.rl.assembly.engines import engine_settings
-from reprise.rl.assembly.meshes import engine_mesh
+from reprise.models.decoder.lora import trained_part
+from reprise.models.decoder.transformer import Params
+from reprise.rl.batches.data import Datum
+from reprise.rl.batches.drawn import DrawnResponses
 from reprise.rl.engine.engine import Engine, OnRound
 from reprise.rl.engine.rollout_spec import DrafterFactory, RolloutSpec, draft_with
-from reprise.rl.learner.data import Datum
-from reprise.rl.learner.drawn import DrawnResponses
-from reprise.rl.learner.gathering import laid_out
 from reprise.rl.learner.objectives import target_logprobs
 from reprise.rl.learner.trainer import Learner, cast_params
+from reprise.rl.placement.engines import engine_settings
+from reprise.rl.placement.meshes import engine_mesh
 from reprise.rl.records.trajectory import Origin, Request, Trajectory
 from reprise.rl.runtime.parallel_compile import OnCompiled, unwatched
 from reprise.rl.runtime.progress import progress
@@ -36,12 +35,13 @@ from reprise.rl.speculation.reuse import remember
 from reprise.rl.speculation.sources import Speculation, make_bandits
 from reprise.rl.warm_up import compile_buckets, kept_rounds, round_times
 from reprise.rl.warm_up.rollout_programs import Reach
+from reprise.rl.weights.gathering import laid_out
 from reprise.rl.workers.engines import make_engine
 from reprise.spec.config import SamplingConfig
 from reprise.spec.drafter import Drafter
 from reprise.spec.reuse.rollout_cache import RolloutCache
 from reprise.spec.round_times import RoundTimes
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 
 Prompt = str | Sequence[int]
 

@@ -1,9 +1,10 @@
 """Continuous sampling: requests of several adapters share the rounds of one rollout.
 
-An adapter occupies a place in the engine policy (`models.lora.for_rows`) while it has requests.
-Afterwards another adapter may take this place. A prompt that continues an earlier request of the
-same adapter, such as the next turn of a dialogue, computes only its new tokens. Requests with the
-same prompt draft from one another and from earlier responses to this prompt, across adapters.
+An adapter occupies a place in the engine policy (`models.decoder.lora.for_rows`) while it has
+requests. Afterwards another adapter may take this place. A prompt that continues an earlier request
+of the same adapter, such as the next turn of a dialogue, computes only its new tokens. Requests
+with the same prompt draft from one another and from earlier responses to this prompt, across
+adapters.
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reprise.models import lora
 from reprise.models.config import with_adapters
-from reprise.models.transformer import Params
-from reprise.rl.assembly.engines import engine_settings
-from reprise.rl.assembly.meshes import engine_mesh
+from reprise.models.decoder import lora
+from reprise.models.decoder.transformer import Params
 from reprise.rl.engine.rollout_spec import RolloutSpec
-from reprise.rl.engine.stats import EngineStats
+from reprise.rl.placement.engines import engine_settings
+from reprise.rl.placement.meshes import engine_mesh
 from reprise.rl.python.sampler import (
     Rollouts,
     Sample,
@@ -35,6 +35,7 @@ from reprise.rl.python.sampler import (
     open_speculation,
     warm_up,
 )
+from reprise.rl.records.stats import EngineStats
 from reprise.rl.records.trajectory import (
     FinishReason,
     PartialRequest,
@@ -50,7 +51,7 @@ from reprise.spec.config import SamplingConfig
 from reprise.spec.retrieval.group import DraftServer
 from reprise.spec.retrieval.history import GrowingHistory
 from reprise.spec.reuse.rollout_cache import RolloutCache
-from reprise.spec.sampling import NOISE_NAMES, step_key
+from reprise.spec.verification.sampling import NOISE_NAMES, step_key
 
 OnFinish = Callable[[list[Sample] | Exception], None]
 RENEWED_AFTER = 10_000  # requests of a rollout, since its tables grow; then a new rollout opens

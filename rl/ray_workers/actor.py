@@ -19,13 +19,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from reprise.models import transformer
+from reprise.models.decoder import transformer
 from reprise.rl.cluster import ray_session
 from reprise.rl.cluster.actors import ActorDied, Handle
 from reprise.rl.drafter_training.trainer import empty_batch
 from reprise.rl.drafting.workers import RemoteDrafts
 from reprise.rl.engine.rollout_spec import DrafterFactory, RolloutSpec
-from reprise.rl.engine.stats import EngineStats
 from reprise.rl.ray_workers.place import (
     Bounds,
     LearnedSettings,
@@ -34,6 +33,7 @@ from reprise.rl.ray_workers.place import (
     RolloutMessage,
     WorkerSettings,
 )
+from reprise.rl.records.stats import EngineStats
 from reprise.rl.runtime.parallel_compile import keep_programs
 from reprise.rl.runtime.waits import ProgramLost
 from reprise.rl.speculation.device_drafters import DeviceDrafterSource, DraftModel, LearnedDrafter
@@ -50,12 +50,12 @@ from reprise.rl.workers.worker import RolloutWorker
 from reprise.spec.budget.config import LEARNED, MODEL
 from reprise.spec.config import SamplingConfig
 from reprise.spec.eagle import model as eagle
-from reprise.spec.eagle import training as drafter_training
 from reprise.spec.eagle.model import EagleParams, EagleWeights
-from reprise.spec.eagle.training_data import DrafterBatch, HiddenStates, RequestSample
+from reprise.spec.eagle_training import training as drafter_training
+from reprise.spec.eagle_training.training_data import DrafterBatch, HiddenStates, RequestSample
 from reprise.spec.reuse.rollout_cache import RolloutCache
 from reprise.spec.round_times import RoundTimes
-from reprise.spec.sampling import KEY_IMPL
+from reprise.spec.verification.sampling import KEY_IMPL
 
 
 class _Sink:

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from reprise.models.transformer import Params
+from reprise.models.decoder.transformer import Params
 from reprise.rl.cluster.actors import Actor
 from reprise.rl.drafting.workers import DraftsApart
 from reprise.rl.engine.rollout_spec import RolloutSpec, no_drafts
-from reprise.rl.engine.stats import EngineStats
+from reprise.rl.records.stats import EngineStats
 from reprise.rl.runtime.waits import ProgramLost
 from reprise.rl.speculation.bandits import Bandits
 from reprise.rl.speculation.config import DraftModelConfig, SpeculationConfig
@@ -35,7 +35,7 @@ from reprise.spec.budget.config import TunerConfig
 from reprise.spec.config import SamplingConfig
 from reprise.spec.eagle.config import DrafterTrainingConfig, EagleConfig, TreeConfig
 from reprise.spec.eagle.model import EagleParams
-from reprise.spec.eagle.training_data import (
+from reprise.spec.eagle_training.training_data import (
     DrafterBatch,
     HiddenStates,
     HiddenStateSink,

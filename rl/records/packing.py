@@ -1,9 +1,9 @@
 """Packing of responses into rows of one fixed shape, with little padding, for training and reuse.
 
 A row holds several prompts, each computed once, followed by the responses to it, which do not see
-one another (`models.attention.Packing`). The last prompt token is repeated before every response,
-since it predicts the first response token: a response of n tokens takes n positions, and its prompt
-of P tokens takes P − 1 more, once per row.
+one another (`models.attention.attention.Packing`). The last prompt token is repeated before every
+response, since it predicts the first response token: a response of n tokens takes n positions, and
+its prompt of P tokens takes P − 1 more, once per row.
 
 If attention sums keys in blocks of C positions, prompts and responses start at multiples of C: the
 last (P − 1) mod C shared tokens are then repeated before every response too, and padding up to the
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from reprise.models.attention import Packing
+    from reprise.models.attention.attention import Packing
 
 
 SAMPLES_PER_ROW = 16  # a micro-batch holds at most this many responses for each of its rows
@@ -182,7 +182,7 @@ def _fill_rows(responses: Sequence[Response], shape: Shape) -> list[Row]:
 
 def lay_out(responses: Sequence[Response], rows: Sequence[Row], shape: Shape) -> Layout:
     """Return the arrays of one micro-batch of `plan`; unfilled rows are padding."""
-    from reprise.models.attention import Packing
+    from reprise.models.attention.attention import Packing
 
     T = shape.length
     zeros_5BT = np.zeros((5, shape.rows, shape.length), np.int32)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from reprise.models.attention.entries import Entries
 from reprise.models.config import ModelConfig
-from reprise.models.entries import Entries
 from reprise.spec.config import SamplingConfig
 from reprise.spec.reuse.rollout_cache import CachedResponse
 

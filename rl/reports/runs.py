@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from reprise.rl.engine.stats import RoundRecord, load_timeline
-from reprise.rl.engine.worker_record import WorkerStep, read_workers
 from reprise.rl.metrics.writer import Row, read_metrics, read_samples, step_rows
+from reprise.rl.records.stats import RoundRecord, load_timeline
+from reprise.rl.records.worker_record import WorkerStep, read_workers
 from reprise.rl.reports.style import number
 from reprise.rl.runtime.run_files import EVAL_SAMPLES_FILE, METRICS_FILE, SAMPLES_FILE
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reprise.rl.engine.stats import RoundRecord
+from reprise.rl.records.stats import RoundRecord
 from reprise.rl.reports.style import legend_below, run_look, titles
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reprise.rl.engine.worker_record import WorkerEvent, WorkerPart, WorkerStep
+from reprise.rl.records.worker_record import WorkerEvent, WorkerPart, WorkerStep
 from reprise.rl.reports.style import INK, RUN_COLORS, legend_below, plain_text, run_look, titles
 
 if TYPE_CHECKING:

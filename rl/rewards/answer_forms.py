@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from reprise.rl.data import written_numbers
-from reprise.rl.data.answers import EXTRACTORS, extract_answer, with_marker
+from reprise.rl.answers import written_numbers
+from reprise.rl.answers.answers import EXTRACTORS, extract_answer, with_marker
+from reprise.rl.answers.math_answers import Plain, plain_value
 from reprise.rl.data.tasks import Example
-from reprise.rl.rewards.math_answers import Plain, plain_value
 
 MARKERS = {"hash": "####", "boxed": r"\boxed{", "answer_tag": "</answer>"}
 OTHER = "another example's answer"

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
-from reprise.rl.data.answers import with_marker
+from reprise.rl.answers.answers import with_marker
 from reprise.rl.data.tasks import Example, Task
 from reprise.rl.rewards.answer_forms import Form, differ, find_core, right_forms, wrong_forms
 from reprise.rl.rewards.config import BUILT_IN, RewardConfig

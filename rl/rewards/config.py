@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 from typing import Literal
 
-from reprise.rl.data.answers import EXTRACTORS, Extractor
+from reprise.rl.answers.answers import EXTRACTORS, Extractor
 from reprise.rl.runtime.user_files import check_file, did_you_mean, is_user_name
 
 MAX_WORKERS = 4096  # processes of one host
@@ -32,7 +32,7 @@ class RewardConfig:
     """`response` scores each response as it finishes, in lists of one entry; `group` scores all
     responses to a prompt in one call, once the last has finished."""
     extract: Extractor = "hash"
-    """How the built-in functions find the answer in a completion (rl.data.answers)."""
+    """How the built-in functions find the answer in a completion (rl.answers.answers)."""
     deadline_s: float = 10.0
     """Seconds to score one response, or one group, with all functions."""
     workers: int = 2

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from reprise.models.hf_files import shown
-from reprise.rl.data.answers import extract_answer, with_marker
+from reprise.models.formats.hf_files import shown
+from reprise.rl.answers.answers import extract_answer, with_marker
 from reprise.rl.data.tasks import Example
 from reprise.rl.rewards.answer_forms import MARKERS, OTHER, QUESTION, Core, Form
 from reprise.rl.rewards.config import BUILT_IN, RewardConfig

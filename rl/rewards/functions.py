@@ -12,10 +12,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from reprise.rl.answers import math_answers
+from reprise.rl.answers.answers import expected_answer, extract_answer
 from reprise.rl.data import reasoning_gym_tasks
-from reprise.rl.data.answers import expected_answer, extract_answer
 from reprise.rl.data.specs import parse_spec
-from reprise.rl.rewards import math_answers
 from reprise.rl.rewards.config import BUILT_IN
 from reprise.rl.runtime.user_files import did_you_mean, load_user_name
 

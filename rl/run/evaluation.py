@@ -16,8 +16,8 @@ from typing import Any
 import jax
 
 from reprise.models.config import ModelConfig
-from reprise.models.hf_files import WeightsError
-from reprise.models.transformer import Params
+from reprise.models.decoder.transformer import Params
+from reprise.models.formats.hf_files import WeightsError
 from reprise.rl.assembly.system import System
 from reprise.rl.checkpoint.best import Best, BestRecord
 from reprise.rl.engine.engine import OnRound, RolloutEngine
@@ -34,7 +34,7 @@ from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.eval_sets import EVAL_SEED, EvalSet
 from reprise.rl.settings.inputs import Inputs
 from reprise.rl.steps.rollouts import run
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 
 EVAL_STEP = 2**31 - 1  # step number of the noise, beyond all training steps
 
@@ -284,7 +284,7 @@ def load_checkpoint(run: Path, inputs: Inputs, mesh: Any = None, step: int | Non
     import jax.numpy as jnp
 
     from reprise.models.config import trained_specs
-    from reprise.models.lora import load_merged
+    from reprise.models.formats.peft_files import load_merged
     from reprise.models.sharding import param_shardings
     from reprise.rl.checkpoint.reader import restore
     from reprise.rl.learner.gradient_accumulation import all_finite

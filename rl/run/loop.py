@@ -10,25 +10,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from reprise.models.decoder.transformer import Params
 from reprise.models.folder import Folder
-from reprise.models.transformer import Params
 from reprise.rl.assembly import setup
 from reprise.rl.assembly.system import System
 from reprise.rl.checkpoint.best import BestRecord
 from reprise.rl.checkpoint.checkpointer import Checkpointer
 from reprise.rl.cluster.processes import ALONE, Processes
-from reprise.rl.engine.stats import save_timeline
-from reprise.rl.engine.worker_record import WorkerLog
 from reprise.rl.learner import logprobs, trainer
 from reprise.rl.learner.optimizer import SavedArrays, TrainState
 from reprise.rl.metrics.writer import MetricsWriter, RowsOnly, Timings, lost_rows, read_metrics
 from reprise.rl.records.packing import Shape
+from reprise.rl.records.stats import save_timeline
+from reprise.rl.records.worker_record import WorkerLog
 from reprise.rl.run.evaluation import RunEvaluation
 from reprise.rl.run.run_checkpoint import RunCheckpointer, committed, resume
 from reprise.rl.runtime.progress import Progress
 from reprise.rl.runtime.run_files import CHECKPOINTS, METRICS_FILE
 from reprise.rl.runtime.signals import SAVING, Stopped, Watch
 from reprise.rl.runtime.waits import Deadline
+from reprise.rl.sessions.ahead_engine import AheadEngine
 from reprise.rl.settings.config import RunConfig, TrainConfig
 from reprise.rl.settings.inputs import Inputs
 from reprise.rl.steps.learning_checks import LearningWatch
@@ -36,7 +37,6 @@ from reprise.rl.steps.position import RunPosition
 from reprise.rl.steps.rollouts import StepRollouts
 from reprise.rl.steps.step import StepRecord, speed_metrics, train_step
 from reprise.rl.warm_up.step_seconds import SecondsRecord, after_step, go_on
-from reprise.rl.workers.ahead_engine import AheadEngine
 
 MAX_SKIPPED_STEPS = 5  # in a row with Trainer.on_nonfinite = "skip"; the run would not recover
 

@@ -10,8 +10,8 @@ from typing import Any, Self
 import jax
 
 from reprise.models.config import trained_specs
+from reprise.models.decoder.transformer import Params
 from reprise.models.folder import Folder
-from reprise.models.transformer import Params
 from reprise.rl.assembly.system import System
 from reprise.rl.checkpoint import reader
 from reprise.rl.checkpoint.best import BestRecord
@@ -224,7 +224,7 @@ def saved_shapes(config: TrainConfig, inputs: Inputs) -> SavedArrays:
     shape = drafter_shape(config, model)
     if shape is not None:
         from reprise.spec.eagle import model as eagle
-        from reprise.spec.eagle.training import state_of
+        from reprise.spec.eagle_training.training import state_of
 
         init = lambda: eagle.init(shape, jax.random.key(0))  # noqa: E731
         drafter = jax.eval_shape(lambda: state_of(config.drafter_training, init()))

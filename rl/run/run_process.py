@@ -15,10 +15,9 @@ from typing import Any
 
 from jax.errors import JaxRuntimeError
 
-from reprise.models import lora, peft_files
-from reprise.models.hf_files import WeightsError
+from reprise.models.formats import peft_files
+from reprise.models.formats.hf_files import WeightsError
 from reprise.models.hints import program
-from reprise.rl.assembly.meshes import open_mesh
 from reprise.rl.checkpoint.checkpointer import SaveError
 from reprise.rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
 from reprise.rl.cluster import join
@@ -28,11 +27,11 @@ from reprise.rl.data.prompts import UnreadableExample
 from reprise.rl.exchange.responses import PeerFailed
 from reprise.rl.export import adapter_base, exports
 from reprise.rl.gin.loader import ConfigError, dump
-from reprise.rl.learner.gathering import host_copy
 from reprise.rl.learner.gradient_accumulation import NonFiniteUpdate, NonFiniteWeights
 from reprise.rl.learner.optimizer import TrainState
 from reprise.rl.metrics.run_summary import summary_lines
 from reprise.rl.metrics.writer import DamagedRowError, read_metrics, step_rows
+from reprise.rl.placement.meshes import open_mesh
 from reprise.rl.preflight import memory
 from reprise.rl.records.trajectory import NonFiniteLogits
 from reprise.rl.rewards.process import RewardWorkerError
@@ -50,6 +49,7 @@ from reprise.rl.settings import identity, run_folder
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import Inputs, remarks
 from reprise.rl.steps.learning_checks import NotLearning
+from reprise.rl.weights.gathering import host_copy
 from reprise.rl.workers.messages import WorkerError
 
 
@@ -277,7 +277,7 @@ class _RunProcess:
                 steps = config.run.steps
                 then = inputs.contents
                 identity.check_policy(steps, then, inputs.policy, is_base=True)
-                model, params = lora.load_merged(inputs.policy, inputs.model, params)
+                model, params = peft_files.load_merged(inputs.policy, inputs.model, params)
                 inputs = dataclasses.replace(inputs, model=model)
                 text += f", its adapter for peft in {folder / ADAPTER}"
             source = folder, config.run.steps

@@ -14,14 +14,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from reprise.rl.http import requests as incoming
+from reprise.rl.http.account import SMALL_BYTES, Account, Busy, Hold
+from reprise.rl.http.requests import LOOPBACK, InParts, TooLarge, error, read_json
 from reprise.rl.python.stream import Stream
 from reprise.rl.runtime.progress import say
 from reprise.rl.server import bodies
-from reprise.rl.server import requests as incoming
-from reprise.rl.server.account import SMALL_BYTES, Account, Busy, Hold
 from reprise.rl.server.bodies import Unknown, field
 from reprise.rl.server.records import Records, no_space
-from reprise.rl.server.requests import LOOPBACK, InParts, TooLarge, error, read_json
 from reprise.rl.server.service import Gone, Served, Service
 from reprise.rl.server.worker import Worker
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from reprise.rl.http import wire
 from reprise.rl.python.api import LOSSES, Adam, Datum, LossSettings, Output, Sample, complete
-from reprise.rl.server import wire
 from reprise.spec.config import SamplingConfig
 
 T = TypeVar("T")

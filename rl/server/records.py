@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from reprise.rl.http.account import Busy
 from reprise.rl.runtime.progress import say
-from reprise.rl.server.account import Busy
 
 SCHEME = "tinker://"
 TRAINING = "weights"

@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from reprise.rl.http import wire
+from reprise.rl.http.account import Account
+from reprise.rl.http.account import Busy as Busy
+from reprise.rl.http.answers import Answers
 from reprise.rl.python.api import Datum, Policy
 from reprise.rl.python.sampler import Sample, Sampler
 from reprise.rl.python.stream import SampleRequest
-from reprise.rl.server import bodies, wire
-from reprise.rl.server.account import Account
-from reprise.rl.server.account import Busy as Busy
-from reprise.rl.server.answers import Answers
+from reprise.rl.server import bodies
 from reprise.rl.server.bodies import SHORT, Unknown, field, number, texts
 from reprise.rl.server.listings import Listings
 from reprise.rl.server.records import SAMPLER, TRAINING, Change, CheckpointPath, Record, Records

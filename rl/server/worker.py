@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from reprise.rl.http.account import Busy
 from reprise.rl.python.sampler import Sample
 from reprise.rl.python.stream import SampleRequest, Stream
 from reprise.rl.runtime.progress import progress, say
-from reprise.rl.server.account import Busy
 from reprise.rl.server.records import no_space
 
 Result = bytes | dict[str, Any]  # a message, or a JSON object

@@ -7,7 +7,7 @@ from typing import Any
 
 from reprise.models.config import ModelConfig
 from reprise.models.layout import rollout_tensor
-from reprise.models.tokenizer import Tokenizer
+from reprise.models.text.tokenizer import Tokenizer
 from reprise.rl.cluster import config as cluster_config
 from reprise.rl.cluster.config import AUTO
 from reprise.rl.data.specs import parse_spec

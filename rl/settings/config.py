@@ -13,17 +13,17 @@ from reprise.rl.cluster.config import ClusterConfig
 from reprise.rl.data.tasks import TaskConfig
 from reprise.rl.drafter_training.config import DrafterConfig, shape_of
 from reprise.rl.drafting.config import DraftingConfig
-from reprise.rl.engine.config import EngineConfig
 from reprise.rl.gin.loader import load
 from reprise.rl.gin.values import AUTO
-from reprise.rl.learner.algorithms import AlgorithmConfig, CriticConfig
 from reprise.rl.learner.config import NumericsConfig, OptimizerConfig, TrainerConfig, TrainSpec
+from reprise.rl.losses.algorithms import AlgorithmConfig, CriticConfig
 from reprise.rl.metrics.writer import MetricsConfig
 from reprise.rl.rewards.config import RewardConfig
 from reprise.rl.runtime.run_files import resolve_path
 from reprise.rl.runtime.user_files import files_of, is_user_name
 from reprise.rl.runtime.waits import HANG_LIMIT_S
 from reprise.rl.settings.eval_sets import EvalConfig
+from reprise.rl.slots.config import EngineConfig
 from reprise.rl.speculation.config import DraftModelConfig, ReuseConfig, SpeculationConfig
 from reprise.rl.workers.config import SchedConfig
 from reprise.spec.budget.config import TunerConfig

@@ -10,7 +10,7 @@ import ast
 from collections.abc import Mapping
 from pathlib import Path
 
-from reprise.models import digests
+from reprise.models.text import digests
 from reprise.rl.runtime.run_files import PACKAGES, PROJECT_ROOT, resolve_path
 from reprise.rl.runtime.user_files import split_user_name
 from reprise.rl.settings.config import TrainConfig

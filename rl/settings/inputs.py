@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reprise.models import hf
-from reprise.models import tokenizer as tokenizers
 from reprise.models.config import LoraShape, ModelConfig
-from reprise.models.hf_files import shown
-from reprise.models.tokenizer import Tokenizer
+from reprise.models.formats import hf
+from reprise.models.formats.hf_files import shown
+from reprise.models.text import tokenizer as tokenizers
+from reprise.models.text.tokenizer import Tokenizer
 from reprise.rl.data.prompts import MAX_PASSED_OVER, DataOrder, encode_prompt, is_rendered
 from reprise.rl.data.tasks import Example, Task, TaskConfig, data_digest, data_files, open_tasks
 from reprise.rl.rewards.config import validate
@@ -31,7 +31,7 @@ from reprise.rl.speculation.config import check_age, check_coupling
 from reprise.spec.config import SamplingConfig
 
 if TYPE_CHECKING:
-    from reprise.models.token_bytes import TokenBytes
+    from reprise.models.text.token_bytes import TokenBytes
 
 _DIGESTED = 64  # prompts; a change of template, day, library or host shows in all prompts
 _MIN_COMPARED = 8  # prompts, with their answers

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from reprise.rl.learner.advantages import user_advantages
-from reprise.rl.learner.policy_losses import open_policy_loss
+from reprise.rl.losses.advantages import user_advantages
+from reprise.rl.losses.policy_losses import open_policy_loss
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.speculation.user_drafts import check_budget, check_drafter
 from reprise.rl.workers.schedulers import check_scheduler

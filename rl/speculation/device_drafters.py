@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reprise.models import hf, tokenizer, transformer
 from reprise.models.config import ModelConfig
-from reprise.models.tokenizer import Tokenizer
-from reprise.rl.engine.model_runner import ModelRunner
+from reprise.models.decoder import transformer
+from reprise.models.formats import hf
+from reprise.models.text import tokenizer
+from reprise.models.text.tokenizer import Tokenizer
 from reprise.rl.engine.rollout_spec import DrafterContext
 from reprise.rl.runtime.run_files import resolve_path
+from reprise.rl.slot_memory.model_runner import ModelRunner
 from reprise.rl.speculation.config import DraftModelConfig
 from reprise.spec.config import ChainConfig
 from reprise.spec.draft_model.drafter import DraftModelDrafter

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from reprise.rl.engine.stats import EngineStats, cached_seconds
+from reprise.rl.records.stats import EngineStats, cached_seconds
 from reprise.rl.records.trajectory import Origin, Prompt, Request, Trajectory
 from reprise.rl.speculation.config import MAX_SAMPLES, ReuseConfig
 from reprise.spec.config import SamplingConfig
@@ -26,7 +26,7 @@ from reprise.spec.reuse.prefix_rule import PrefixRule, log, parse_mode, parse_sc
 from reprise.spec.reuse.renewal import Renewal, renewed_name
 from reprise.spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache, Scores
 from reprise.spec.round_times import RunSeconds
-from reprise.spec.sampling import NOISE_NAMES, step_key
+from reprise.spec.verification.sampling import NOISE_NAMES, step_key
 
 COUPLED_STEP = 0  # of noise that repeats; training steps count from 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reprise.rl.engine.stats import RoundRecord, seconds_saved
+from reprise.rl.records.stats import RoundRecord, seconds_saved
 from reprise.spec.reuse.prefix_rule import ReuseMode
 from reprise.spec.round_times import RoundTimes, StepSeconds
 

@@ -111,7 +111,7 @@ def checked_drafts(
 ) -> Drafts:
     """Return drafts with the dtypes of ours. Raises ValueError for drafts that are no trees.
 
-    Equal siblings are found when a round packs its nodes (`spec.nodes.pack`).
+    Equal siblings are found when a round packs its nodes (`spec.verification.nodes.pack`).
     """
     A = len(max_nodes_A)
     N = max_nodes

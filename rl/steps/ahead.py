@@ -14,10 +14,11 @@ from functools import partial
 
 import numpy as np
 
-from reprise.models.transformer import Params
+from reprise.models.decoder.transformer import Params
 from reprise.rl.assembly.system import System
 from reprise.rl.metrics.writer import Timings
 from reprise.rl.records.trajectory import Trajectory
+from reprise.rl.sessions.ahead_engine import AheadEngine, ComingStep, Prefetched
 from reprise.rl.steps.rollouts import (
     Rollouts,
     StepRollouts,
@@ -26,7 +27,6 @@ from reprise.rl.steps.rollouts import (
     prompts_at,
     requests_of,
 )
-from reprise.rl.workers.ahead_engine import AheadEngine, ComingStep, Prefetched
 
 
 class AheadRollouts(StepRollouts):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from reprise.rl.exchange.responses import failures_text
-from reprise.rl.learner.advantages import informative_groups
+from reprise.rl.losses.advantages import informative_groups
 from reprise.rl.records.trajectory import Trajectory
 from reprise.rl.rewards.scores import Score
 from reprise.rl.settings.config import TrainConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from reprise.rl.engine.stats import EngineStats
+from reprise.rl.records.stats import EngineStats
 from reprise.rl.steps.rollouts import Prompts
 from reprise.sched.policies.histopipe import Pace, Tau, tau_of
 from reprise.sched.simulator.roofline import Costs

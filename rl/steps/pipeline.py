@@ -19,14 +19,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from reprise.models.transformer import Params
+from reprise.models.decoder.transformer import Params
 from reprise.rl.assembly.system import HostWeights, System
-from reprise.rl.engine.stats import EngineStats
 from reprise.rl.exchange.responses import Responses, Scored, in_order
 from reprise.rl.learner.optimizer import TrainState
 from reprise.rl.metrics.writer import Timings
+from reprise.rl.records.stats import EngineStats
 from reprise.rl.records.trajectory import Request
 from reprise.rl.runtime.signals import Stopped
+from reprise.rl.sessions.multi_engine import MultiEngine
 from reprise.rl.steps.held_groups import held_state, load_held, whole_groups
 from reprise.rl.steps.pacing import Pacing
 from reprise.rl.steps.result_collector import ResultCollector
@@ -42,13 +43,12 @@ from reprise.rl.steps.rollouts import (
     requests_of,
     spec_of,
 )
-from reprise.rl.workers.multi_engine import MultiEngine
 from reprise.sched.policies.histopipe import HistoPipe, HistoPipeConfig
 from reprise.sched.policies.steps import StepOrder
 from reprise.sched.protocol import Scheduler
 from reprise.spec.reuse.prefix_rule import PrefixRule
 from reprise.spec.reuse.rollout_cache import RolloutCache
-from reprise.spec.sampling import NOISE_NAMES, step_key
+from reprise.spec.verification.sampling import NOISE_NAMES, step_key
 
 ALL_STEPS = 0  # requests are numbered over all steps, so one noise key serves all steps
 MAX_NUMBERS = 2**26  # of requests with repeating noise; two steps have fewer requests

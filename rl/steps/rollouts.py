@@ -24,19 +24,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from reprise.models.transformer import Params
+from reprise.models.decoder.transformer import Params
 from reprise.rl.assembly.system import System
 from reprise.rl.data.prompts import MAX_PASSED_OVER, UnreadableExample, prompts_for_step
 from reprise.rl.data.tasks import Example
 from reprise.rl.engine.engine import OnRound, RolloutEngine
 from reprise.rl.engine.rollout_spec import DrafterFactory, RolloutSpec
-from reprise.rl.engine.stats import EngineStats
 from reprise.rl.exchange.responses import Responses, Scorer
 from reprise.rl.learner.optimizer import TrainState
 from reprise.rl.metrics.writer import Timings
+from reprise.rl.records.stats import EngineStats
 from reprise.rl.records.trajectory import NonFiniteLogits, Prompt, Request, Trajectory
 from reprise.rl.rewards.scores import Score
-from reprise.rl.workers.ahead_engine import Prefetched
+from reprise.rl.sessions.ahead_engine import Prefetched
 from reprise.spec.retrieval.history import HistoryIndex
 from reprise.spec.reuse.prefix_rule import PrefixRule
 from reprise.spec.reuse.rollout_cache import RolloutCache

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from reprise.rl.assembly.system import System
-from reprise.rl.engine.stats import EngineStats
 from reprise.rl.exchange.responses import without_failed_groups
 from reprise.rl.learner import trainer
-from reprise.rl.learner.advantages import overlong_penalties, response_advantages, reward_statistics
 from reprise.rl.learner.optimizer import TrainState
+from reprise.rl.losses.advantages import overlong_penalties, response_advantages, reward_statistics
 from reprise.rl.metrics.step_metrics import sample_rows, step_metrics
 from reprise.rl.metrics.writer import Timings
+from reprise.rl.records.stats import EngineStats
 from reprise.rl.records.trajectory import Trajectory
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.eval_sets import task_names

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from reprise.models import transformer
-from reprise.models.transformer import Params
+from reprise.models.decoder import transformer
+from reprise.models.decoder.transformer import Params
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
 from reprise.rl.records.trajectory import Request
@@ -30,7 +30,7 @@ from reprise.spec.config import SamplingConfig
 from reprise.spec.drafter import Program as DrafterProgram
 from reprise.spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache
 from reprise.spec.round_times import RoundTimes
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 
 REHEARSED_TOKENS = 24  # of a response, at most
 

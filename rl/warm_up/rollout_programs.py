@@ -13,20 +13,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from reprise.models import kv_cache, transformer
-from reprise.rl.engine import cache_ops
-from reprise.rl.engine.ending import padded_ids
+from reprise.models.attention import kv_cache
+from reprise.models.decoder import transformer
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.slot_memory import cache_ops
+from reprise.rl.slots.ending import padded_ids
 from reprise.rl.speculation.device_drafters import DeviceDrafters
 from reprise.spec.budget.budget import DraftDecision
 from reprise.spec.config import SamplingConfig
 from reprise.spec.draft_cache.drafter import CachingDrafter
 from reprise.spec.draft_cache.drafting import draft_rounds
 from reprise.spec.drafter import no_drafts
-from reprise.spec.nodes import NOT_GIVEN, pack
-from reprise.spec.sampling import step_key
-from reprise.spec.verify import (
+from reprise.spec.verification.nodes import NOT_GIVEN, pack
+from reprise.spec.verification.sampling import step_key
+from reprise.spec.verification.verify import (
     chunks_alone,
     chunks_beside_roots,
     decode_beside_chunks,

@@ -19,11 +19,13 @@ from typing import Any
 
 import jax
 
-from reprise.models import digests, sums_in_order_on_accelerators, transformer
+from reprise.models import sums_in_order_on_accelerators
+from reprise.models.decoder import transformer
+from reprise.models.text import digests
 from reprise.rl.cluster.processes import ALONE, Processes
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec
-from reprise.rl.engine.stats import host_seconds
+from reprise.rl.records.stats import host_seconds
 from reprise.rl.records.trajectory import Request
 from reprise.rl.runtime.user_files import is_user_name, split_user_name
 from reprise.rl.speculation.config import SpeculationConfig
@@ -35,7 +37,7 @@ from reprise.rl.warm_up.timed_fetches import MIN_SECONDS, TRIES, TimedFetches, l
 from reprise.spec.config import SamplingConfig
 from reprise.spec.reuse.chunk_price import Pass
 from reprise.spec.round_times import SHORT_PART, RoundTimes, monotone
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 
 FETCHES = 4  # of a rollout that times the host
 TEXT_DRAFTS = SpeculationConfig(sources=("history", "group", "own"))

@@ -14,7 +14,7 @@ import numpy as np
 
 from reprise.models.folder import Folder
 from reprise.rl.cluster.processes import ALONE, Processes
-from reprise.rl.engine.stats import RoundRecord, seconds_saved, undisturbed, without_reuse
+from reprise.rl.records.stats import RoundRecord, seconds_saved, undisturbed, without_reuse
 from reprise.rl.runtime.run_files import SECONDS_FILE
 from reprise.rl.speculation.reuse_seconds import NO_REUSE, reuse_loss_text, reuse_saved_s
 from reprise.spec.budget.goodput import DEVICE_SOURCES

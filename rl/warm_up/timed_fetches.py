@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from reprise.rl.engine.ending import NO_TOKEN, padded_ids
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import (
     DrafterContext,
@@ -24,6 +23,7 @@ from reprise.rl.engine.rollout_spec import (
     no_drafts,
 )
 from reprise.rl.records.trajectory import PartialRequest, Request
+from reprise.rl.slots.ending import NO_TOKEN, padded_ids
 from reprise.rl.speculation.config import SpeculationConfig
 from reprise.rl.speculation.device_drafters import DeviceDrafterSource
 from reprise.rl.speculation.sources import Speculation
@@ -32,11 +32,11 @@ from reprise.spec.budget.config import BANDIT
 from reprise.spec.budget.goodput import DEVICE_SOURCES
 from reprise.spec.drafter import Acceptance, Drafter, Drafts, LiveSlots
 from reprise.spec.drafter import no_drafts as empty_drafts
-from reprise.spec.nodes import NOT_GIVEN, unpack_draws
 from reprise.spec.reuse.chunk_price import Pass
 from reprise.spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache
 from reprise.spec.round_times import LIVE_PART, RoundTimes
-from reprise.spec.verify import chunks_alone, chunks_beside_roots
+from reprise.spec.verification.nodes import NOT_GIVEN, unpack_draws
+from reprise.spec.verification.verify import chunks_alone, chunks_beside_roots
 
 TRIES = 4  # of each kind of fetch, after a try that does not count
 MIN_SECONDS = 1e-9

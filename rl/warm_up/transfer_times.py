@@ -13,19 +13,19 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from reprise.models import transformer
-from reprise.models.entries import Entries, no_pending
-from reprise.models.kv_cache import KVCache
+from reprise.models.attention.entries import Entries, no_pending
+from reprise.models.attention.kv_cache import KVCache
+from reprise.models.decoder import transformer
 from reprise.rl.cluster.processes import ALONE, Processes
-from reprise.rl.engine import cache_ops
 from reprise.rl.engine.engine import Engine
-from reprise.rl.engine.page_memory import PageMemory
-from reprise.rl.engine.slot_table import SlotTable
 from reprise.rl.records.trajectory import HostKv
+from reprise.rl.slot_memory import cache_ops
+from reprise.rl.slot_memory.page_memory import PageMemory
+from reprise.rl.slots.slot_table import SlotTable
 from reprise.rl.warm_up.measured_run import MoveTimes, moves_of_first, write_moves
 from reprise.rl.warm_up.rollout_programs import Pool, Reach
 from reprise.spec.config import SamplingConfig
-from reprise.spec.verify import decode_beside_chunks
+from reprise.spec.verification.verify import decode_beside_chunks
 
 REPEATS = 3
 PARTS = (8, 2, 1)  # divisors of the longest request that give the measured lengths

@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 
 from reprise.models.config import ModelConfig
 from reprise.models.sharding import rollout_mesh
-from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.engine import Engine
-from reprise.rl.engine.lockstep import Lockstep
+from reprise.rl.slots.config import EngineConfig
+from reprise.rl.slots.lockstep import Lockstep
 from reprise.rl.workers.config import SchedConfig
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from reprise.rl.engine.engine import ChunkEnd
-from reprise.rl.engine.stats import EngineStats
-from reprise.rl.engine.worker_record import Kind
+from reprise.rl.records.stats import EngineStats
 from reprise.rl.records.trajectory import PartialRequest, Trajectory
+from reprise.rl.records.worker_record import Kind
 from reprise.rl.runtime.waits import Hang, ProgramLost
 from reprise.sched.request import copy_of
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec
-from reprise.rl.engine.stats import EngineStats
+from reprise.rl.records.stats import EngineStats
 from reprise.rl.records.trajectory import PartialRequest
 from reprise.rl.workers.messages import (
     Begin,

@@ -14,17 +14,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from reprise.models.attention.kv_cache import KVCache
 from reprise.models.config import ModelConfig
-from reprise.models.kv_cache import KVCache
 from reprise.spec.config import SamplingConfig
 from reprise.spec.draft_cache.drafting import CHUNK_COLUMNS, END_COLUMNS, Drafting, Inputs, catch_up
 from reprise.spec.draft_cache.rows import CachedRows, RowPages
 from reprise.spec.drafter import Arguments, LiveSlots, Program
-from reprise.spec.sampling import noise_names
+from reprise.spec.verification.sampling import noise_names
 
 
 class Runner(Protocol):
-    """The part of `rl.engine.model_runner.ModelRunner` (worker devices) that drafters use."""
+    """The part of `rl.slot_memory.model_runner.ModelRunner` (worker devices) that drafters use."""
 
     dtype: Any
     model: ModelConfig

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from reprise.models.kv_cache import KVCache
+from reprise.models.attention.kv_cache import KVCache
 from reprise.spec.config import SamplingConfig
 from reprise.spec.draft_cache.cache import DraftCache
 from reprise.spec.draft_cache.drafting import Inputs, draft, unpack

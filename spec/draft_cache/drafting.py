@@ -19,17 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from reprise.models import transformer
+from reprise.models.attention.entries import Pending
+from reprise.models.attention.kv_cache import KVCache, pinned
 from reprise.models.config import ModelConfig
-from reprise.models.entries import Pending
-from reprise.models.kv_cache import KVCache, pinned
+from reprise.models.decoder import transformer
 from reprise.models.sharding import replicated
-from reprise.spec import nodes as packed_nodes
-from reprise.spec import sampling
 from reprise.spec.drafter import PADDING, Drafts, Source
-from reprise.spec.nodes import NO_PARENT, Drawn, by_slot, pack_draws
-from reprise.spec.sampling import Processing
-from reprise.spec.verify import Slots, verify
+from reprise.spec.verification import nodes as packed_nodes
+from reprise.spec.verification import sampling
+from reprise.spec.verification.nodes import NO_PARENT, Drawn, by_slot, pack_draws
+from reprise.spec.verification.sampling import Processing
+from reprise.spec.verification.verify import Slots, verify
 
 CHUNK_COLUMNS = ("row", "slot", "first")  # before the C tokens of a chunk
 # after the W tokens of a row; the last three as bits

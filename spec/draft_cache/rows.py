@@ -11,7 +11,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from reprise.models.kv_cache import KVCache
+from reprise.models.attention.kv_cache import KVCache
 from reprise.spec.drafter import LiveSlots
 from reprise.spec.page_table import PageTable
 

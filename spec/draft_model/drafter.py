@@ -17,11 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reprise.models import transformer
+from reprise.models.attention.kv_cache import KVCache
 from reprise.models.config import ModelConfig
-from reprise.models.kv_cache import KVCache
+from reprise.models.decoder import transformer
 from reprise.models.sharding import constrain
-from reprise.spec import sampling
 from reprise.spec.config import ChainConfig, Proposal, SamplingConfig
 from reprise.spec.draft_cache.cache import DraftCache, PassSizes, Runner
 from reprise.spec.draft_cache.drafter import CachingDrafter
@@ -39,7 +38,8 @@ from reprise.spec.drafter import (
     RoundsDrafter,
     Source,
 )
-from reprise.spec.sampling import Processing
+from reprise.spec.verification import sampling
+from reprise.spec.verification.sampling import Processing
 
 MISSING_TOKENS = 2  # the last draft token, which a chain does not run, and the draw after it
 

@@ -20,16 +20,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reprise.models import transformer
-from reprise.models.attention import attend_both
-from reprise.models.entries import KEY_AXIS, VALUE_AXIS, pin
-from reprise.models.kv_cache import KVCache, pinned
-from reprise.models.layers import rope_turns
+from reprise.models.attention.attention import attend_both
+from reprise.models.attention.entries import KEY_AXIS, VALUE_AXIS, pin
+from reprise.models.attention.kv_cache import KVCache, pinned
+from reprise.models.decoder import transformer
+from reprise.models.decoder.layers import rope_turns
 from reprise.models.sharding import replicated
-from reprise.spec import sampling
 from reprise.spec.draft_cache.drafting import Inputs, RowEnds, unpack_ends
 from reprise.spec.draft_model.drafter import ChainDrafting, DraftModelDrafter, run_tokens
 from reprise.spec.drafter import Arguments, LiveSlots, Program
+from reprise.spec.verification import sampling
 
 
 @dataclasses.dataclass(frozen=True)

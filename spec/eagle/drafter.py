@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reprise.models.entries import Entries, Pending
-from reprise.models.kv_cache import KVCache, PagedStates, places_of_windows
+from reprise.models.attention.entries import Entries, Pending
+from reprise.models.attention.kv_cache import KVCache, PagedStates, places_of_windows
 from reprise.spec.config import SamplingConfig
 from reprise.spec.draft_cache.cache import DraftCache, PassSizes, Runner
 from reprise.spec.draft_cache.drafter import CachingDrafter

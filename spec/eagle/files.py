@@ -30,9 +30,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reprise.models import hf, hf_entries, hf_files, transformer
 from reprise.models.config import ModelConfig
-from reprise.models.hf_files import Entry, Stored, shown
+from reprise.models.decoder import transformer
+from reprise.models.formats import hf, hf_entries, hf_files
+from reprise.models.formats.hf_files import Entry, Stored, shown
 from reprise.spec.eagle import model as eagle
 from reprise.spec.eagle.config import Design, EagleConfig
 from reprise.spec.eagle.model import EagleParams, EagleWeights

@@ -7,7 +7,7 @@ Entry t joins the policy hidden states at t, f_t, with the token *after* it, x_{
 
 The embedding e and the head come from the policy and are frozen. Further draft tokens use o_t as
 g_{t+1}.
-EAGLE and HASS share this architecture and differ in training (spec/eagle/training.py).
+EAGLE and HASS share this architecture and differ in training (spec/eagle_training/training.py).
 Shapes as in docs/architecture.md; W = width of the hidden states, U = draft vocabulary.
 Sources: EAGLE arXiv 2401.15077, HASS 2408.15766, EAGLE-3 2503.01840; TLT section 4.1.
 """
@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from reprise.models import transformer
 from reprise.models.config import ModelConfig
-from reprise.models.layers import linear, rope_turns
-from reprise.models.transformer import Attend, Layer, ParamSpec, rms_norm
+from reprise.models.decoder import transformer
+from reprise.models.decoder.layers import linear, rope_turns
+from reprise.models.decoder.transformer import Attend, Layer, ParamSpec, rms_norm
 from reprise.spec.eagle.config import Design, EagleConfig
 
 

@@ -19,23 +19,23 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from reprise.models.attention import (
+from reprise.models.attention.attention import (
     After,
     PartialSoftmax,
     Portable,
     merged,
     partial_attention,
 )
-from reprise.models.cached_attention import is_in_order
-from reprise.models.entries import KEY_AXIS, VALUE_AXIS, pin
-from reprise.models.kv_cache import KVCache, Pages
-from reprise.models.transformer import Attend
-from reprise.spec import sampling
+from reprise.models.attention.cached_attention import is_in_order
+from reprise.models.attention.entries import KEY_AXIS, VALUE_AXIS, pin
+from reprise.models.attention.kv_cache import KVCache, Pages
+from reprise.models.decoder.transformer import Attend
 from reprise.spec.draft_cache.drafting import DraftTrees, RowEnds
 from reprise.spec.drafter import PADDING
 from reprise.spec.eagle import model as eagle
 from reprise.spec.eagle.config import EagleConfig
 from reprise.spec.eagle.model import DeviceWeights
+from reprise.spec.verification import sampling
 
 FIRST_TOKEN = 1  # entry t joins the hidden state at t and the token at t + 1
 SHARED_NOISE_PROB = 0.8  # of the draft token drawn with the position noise, among its siblings

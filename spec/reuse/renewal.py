@@ -16,7 +16,7 @@ import dataclasses
 import math
 
 from reprise.spec.reuse.rollout_cache import CachedGroup
-from reprise.spec.sampling import NOISE_NAMES
+from reprise.spec.verification.sampling import NOISE_NAMES
 
 _MIXERS = ((0x2545F491, 15), (0x1B873593, 13), (0x5851F42D, 16))  # odd factors, shifts
 

@@ -11,7 +11,7 @@ from benchmarks import bf16_flips, workloads
 from reprise.rl.python.generate import generate
 from reprise.rl.records.trajectory import Request
 from reprise.spec.config import SamplingConfig
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 
 KEY = step_key(0, 1)
 

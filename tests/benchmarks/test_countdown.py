@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks import countdown
 from benchmarks.environment import ROOT
-from reprise.rl.commands import ablate
-from reprise.rl.engine.stats import RoundRecord
+from reprise.rl.ablation.grid import cells
 from reprise.rl.gin.loader import dump
 from reprise.rl.metrics.writer import MetricsWriter
+from reprise.rl.records.stats import RoundRecord
 from reprise.spec.budget.budget import DraftDecision
 from reprise.spec.drafter import no_drafts
 from reprise.spec.round_times import RoundTimes
@@ -104,17 +104,17 @@ def write_run(cell, response):
 
 def test_every_variant_of_the_grid_is_compared_with_the_plain_run_that_has_its_noise(tmp_path):
     small = "Rollout.prompts_per_step=1", "Run.steps=4", "Metrics.tensorboard=False"
-    cells = ablate.cells([ROOT / "configs/ablations/countdown.gin"], small, tmp_path)
-    for cell in cells:
+    grid = cells([ROOT / "configs/ablations/countdown.gin"], small, tmp_path)
+    for cell in grid:
         noise = "by sample" if cell.config.reuse.couples_noise else "by step"
         noise += ", all repeated" if not cell.config.reuse.renew_groups else ""
         is_other = cell.name.startswith("lenient") or cell.name == "pipeline"
         write_run(cell, "other" if is_other else noise)
-    (cells[1].folder / "metrics.jsonl").write_text('{"step": 1}\n')  # stopped
+    (grid[1].folder / "metrics.jsonl").write_text('{"step": 1}\n')  # stopped
     found = countdown.training(argparse.Namespace(folder=tmp_path))
     assert found["conditions"]["eval_before"] == 0.5
     rows = {row["variant"]: row for row in found["rows"]}
-    assert len(rows) == len(cells) - 1 and "drafts" not in rows
+    assert len(rows) == len(grid) - 1 and "drafts" not in rows
     by_baseline = collections.defaultdict(set)
     for name, row in rows.items():
         by_baseline[row["baseline"]].add(name)

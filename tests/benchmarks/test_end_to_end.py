@@ -10,8 +10,8 @@ from benchmarks.child import Child
 from benchmarks.end_to_end import __main__ as end_to_end
 from benchmarks.end_to_end import reward, tasks
 from benchmarks.environment import ROOT
-from reprise.models import hf
-from reprise.rl.data.answers import extract_answer
+from reprise.models.formats import hf
+from reprise.rl.answers.answers import extract_answer
 
 TEXTS = ["2+3\n#### 5", "####", "#### 4 #### 5 ", "5", "#### 5\nor 6", "#### 15"]
 

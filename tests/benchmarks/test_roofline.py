@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import roofline
-from reprise.rl.engine.stats import EngineStats, RoundRecord
+from reprise.rl.records.stats import EngineStats, RoundRecord
 from reprise.sched.simulator.roofline import Accelerator, Instance, dense
 
 POLICY = dense("", 100.0, layers=1, heads=2, kv_heads=1, head_dim=4)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.speculation import end_seconds, last_tenth, tail_figures
-from reprise.rl.engine.stats import RoundRecord
+from reprise.rl.records.stats import RoundRecord
 
 
 def record(began_s, ended_s, rounds_by_id):

@@ -5,9 +5,9 @@ import pytest
 
 from reprise.models.folder import Folder
 from reprise.rl.engine.engine import Engine
-from reprise.rl.engine.stats import load_timeline
 from reprise.rl.metrics.run_summary import summary_lines
 from reprise.rl.metrics.writer import read_metrics, step_rows
+from reprise.rl.records.stats import load_timeline
 from reprise.rl.warm_up.step_seconds import SecondsRecord
 from tests.support import tiny_run
 
@@ -26,7 +26,7 @@ def test_programs_that_are_compiled_in_a_rollout_cost_drafts_nothing(tmp_path, m
         return step(self)
 
     monkeypatch.setattr(Engine, "step", cold)
-    monkeypatch.setattr("reprise.rl.engine.stats.PAUSE", float("inf"))
+    monkeypatch.setattr("reprise.rl.records.stats.PAUSE", float("inf"))
     tiny_run.train(config, folder, *DRAFTS, show=show)
     _, timeline = load_timeline(folder)
     waited = [r for r in timeline if r.num_compiled]

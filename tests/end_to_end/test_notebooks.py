@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from reprise.models import hf
+from reprise.models.formats import hf
 from reprise.rl.metrics.writer import MetricsConfig, MetricsWriter
 
 ROOT = Path(__file__).parents[2]

@@ -1,6 +1,6 @@
 """A byte-level BPE tokenizer with a ChatML template, and seeded conversations for it.
 
-Shared by tests/models/test_tokenizer.py and benchmarks/hf_parity.py, which load
+Shared by tests/models/text/test_tokenizer.py and benchmarks/hf_parity.py, which load
 it with `runpy`. Nothing is downloaded.
 """
 

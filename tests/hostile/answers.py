@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from reprise.rl.answers.answers import with_marker
 from reprise.rl.data import reasoning_gym_tasks
-from reprise.rl.data.answers import with_marker
 from reprise.rl.data.tasks import Example, open_task
 from reprise.rl.rewards.config import RewardConfig
 from reprise.rl.rewards.pool import STARTUP_S, RewardPool

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from reprise.models import tokenizer
+from reprise.models.text import tokenizer
 from reprise.rl.checkpoint import reader
 from reprise.rl.commands import export, report, train
 from reprise.rl.data.tasks import TaskConfig, open_tasks

@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from reprise.rl.server import wire
+from reprise.rl.http import wire
 
 POSTED = (
     *("create_session", "session_heartbeat", "create_model", "get_info", "load_weights"),

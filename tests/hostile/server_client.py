@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from reprise.rl.server import wire
+from reprise.rl.http import wire
 
 LIMIT_S = 120.0  # of an answer, and of a result
 KNOWN_ERRORS = 2000  # characters of the longest

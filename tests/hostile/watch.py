@@ -32,7 +32,7 @@ _PATHS = {  # which arguments name what is changed
     "os.rename": _BOTH,
 }
 # processes that checks start themselves
-_OURS = "models.chat_template", "models.tokenizer_files", "rl.data.unpack", "nvidia-smi"
+_OURS = "models.text.chat_template", "models.text.tokenizer_files", "rl.data.unpack", "nvidia-smi"
 _OURS += ("rl.rewards.worker",)
 LONG_S = 30.0
 LARGE_BYTES = 2e9

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from reprise import models
-from reprise.models import attention, row_attention
-from reprise.models.attention import attend, partial_attention, weights
+from reprise.models.attention import attention
+from reprise.models.attention.attention import attend, partial_attention, weights
+from reprise.models.decoder import row_attention
 
 B, K, G, h, S = 2, 2, 2, 32, 96
 H = K * G

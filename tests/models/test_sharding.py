@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from reprise.models import hf, layout, sharding, transformer
+from reprise.models import layout, sharding
 from reprise.models.config import MeshConfig
+from reprise.models.decoder import transformer
+from reprise.models.formats import hf
 from reprise.models.layout import fitting_axes, logits_axes, mesh_axes
 
 GOLDEN = Path(__file__).parents[1] / "golden"

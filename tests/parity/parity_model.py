@@ -1,7 +1,7 @@
 """What the parity tests share: a tiny policy, requests, a naive reference and the checks.
 
 The reference knows neither cache nor slots nor trees: it runs the whole sequence
-through `models.transformer.logits` for every token and draws from the last row. The
+through `models.decoder.transformer.logits` for every token and draws from the last row. The
 checks return what they find as a list of strings, so that the tests of planted
 faults can run the same checks and ask that they find something.
 """
@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from shapes import SPEC, one_size
 
-from reprise.models import transformer
 from reprise.models.config import ModelConfig
+from reprise.models.decoder import transformer
 from reprise.rl.records.trajectory import FinishReason, Request
-from reprise.spec import sampling
 from reprise.spec.config import SamplingConfig
 from reprise.spec.round_times import RoundTimes
+from reprise.spec.verification import sampling
 
 MODEL = ModelConfig(
     architecture="qwen3",

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from processes import launch
 
-from reprise.models import hf
+from reprise.models.formats import hf
 from reprise.rl.checkpoint.checkpointer import Checkpointer
 from reprise.rl.checkpoint.reader import restore
 

@@ -18,14 +18,15 @@ from drafts_by_hand import Draft, chain
 from parity_model import make_params
 from scipy.stats import chi2
 
-from reprise.models import kv_cache, transformer
+from reprise.models.attention import kv_cache
+from reprise.models.attention.entries import no_pending
 from reprise.models.config import ModelConfig
-from reprise.models.entries import no_pending
-from reprise.spec import sampling, verify
+from reprise.models.decoder import transformer
 from reprise.spec.config import DRAWS
 from reprise.spec.drafter import PADDING
-from reprise.spec.nodes import Nodes, by_slot
-from reprise.spec.verify import Slots
+from reprise.spec.verification import sampling, verify
+from reprise.spec.verification.nodes import Nodes, by_slot
+from reprise.spec.verification.verify import Slots
 
 pytestmark = [pytest.mark.parity, pytest.mark.statistical]
 

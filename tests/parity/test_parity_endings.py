@@ -10,7 +10,7 @@ from parity_model import MODEL, SAMPLINGS, STOP, differences
 from test_parity_reuse import changed, rule, with_cached
 from test_parity_speculation import TIMES, make
 
-from reprise.models.token_bytes import TokenBytes
+from reprise.models.text.token_bytes import TokenBytes
 from reprise.rl.engine.engine import Engine
 from reprise.rl.records.trajectory import FinishReason
 from reprise.spec.budget.budget import FixedBudget
@@ -112,7 +112,7 @@ def test_in_chunks(params, mixed, want):
 def test_a_planted_fault_text_that_begins_anew_with_every_fetch_would_be_found(
     rollout, mixed, want, monkeypatch
 ):
-    from reprise.rl.engine.ending import Endings
+    from reprise.rl.slots.ending import Endings
 
     cut = Endings.cut
 

@@ -18,8 +18,8 @@ from parity_model import (
     misscored,
 )
 
-from reprise.models import transformer
 from reprise.models.config import MeshConfig
+from reprise.models.decoder import transformer
 from reprise.models.sharding import make_mesh
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec

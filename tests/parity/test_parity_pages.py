@@ -12,9 +12,9 @@ from tiny_team import assert_same_tokens, play
 
 from reprise.models.config import MeshConfig
 from reprise.models.sharding import make_mesh
-from reprise.rl.engine import cache_ops
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.slot_memory import cache_ops
 from reprise.sched.request import Kv
 from reprise.spec.page_table import PageTable
 

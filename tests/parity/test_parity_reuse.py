@@ -22,13 +22,13 @@ from parity_model import (
 )
 from test_parity_speculation import TIMES, make
 
-from reprise.models import transformer
-from reprise.rl.engine import cached_prefixes
-from reprise.rl.engine.cached_prefixes import CachedPrefixes
+from reprise.models.decoder import transformer
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rounds import Rounds
-from reprise.rl.engine.slot_table import SlotTable
 from reprise.rl.records.trajectory import FinishReason, Origin
+from reprise.rl.slots import cached_prefixes
+from reprise.rl.slots.cached_prefixes import CachedPrefixes
+from reprise.rl.slots.slot_table import SlotTable
 from reprise.spec.budget.budget import SeeingBudget
 from reprise.spec.budget.goodput import make_budget
 from reprise.spec.decoupled.copies import CopiesDrafter, Progress
@@ -37,7 +37,7 @@ from reprise.spec.retrieval.suffix_drafter import NgramDrafter
 from reprise.spec.reuse.prefix_rule import PrefixRule, log, parse_mode
 from reprise.spec.reuse.rollout_cache import CachedResponse, Scores
 from reprise.spec.round_times import RoundTimes
-from reprise.spec.sampling import given_log_probs, masses, processed_logits
+from reprise.spec.verification.sampling import given_log_probs, masses, processed_logits
 
 pytestmark = pytest.mark.parity
 

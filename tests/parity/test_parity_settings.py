@@ -21,13 +21,13 @@ from parity_model import (
     misscored,
 )
 
-from reprise.models import transformer
 from reprise.models.config import MeshConfig
+from reprise.models.decoder import transformer
 from reprise.models.sharding import make_mesh, param_shardings, rollout_mesh
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec
-from reprise.rl.learner.gathering import laid_out
 from reprise.rl.records.trajectory import FinishReason, Origin
+from reprise.rl.weights.gathering import laid_out
 
 pytestmark = pytest.mark.parity
 

@@ -29,12 +29,14 @@ from parity_model import (
 )
 from shapes import one_size
 
-from reprise.models import attention, kv_cache, transformer
-from reprise.models.entries import Pending
-from reprise.models.kernels import page_attention_cpu
-from reprise.rl.engine import cache_ops, rounds, slot_cache
+from reprise.models.attention import attention, kv_cache
+from reprise.models.attention.entries import Pending
+from reprise.models.decoder import transformer
+from reprise.models.kernels.cpu import page_attention_cpu
+from reprise.rl.engine import rounds
 from reprise.rl.engine.engine import Engine
-from reprise.spec import sampling, verify
+from reprise.rl.slot_memory import cache_ops, slot_cache
+from reprise.spec.verification import sampling, verify
 
 pytestmark = pytest.mark.parity
 

@@ -16,9 +16,11 @@ import pytest
 from benchmarks import cuts, passes
 from benchmarks.passes import Passes, differences
 from benchmarks.same_bits import KINDS, as_kind
-from reprise.models import cached_attention, kv_cache, layers, row_attention, sharding, transformer
+from reprise.models import sharding
+from reprise.models.attention import cached_attention, kv_cache
 from reprise.models.config import MeshConfig, ModelConfig
-from reprise.spec import sampling
+from reprise.models.decoder import layers, row_attention, transformer
+from reprise.spec.verification import sampling
 
 pytestmark = [
     pytest.mark.slow,

@@ -15,22 +15,14 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from benchmarks import passes
 from benchmarks.passes import Passes, differences
-from reprise.models import (
-    cached_attention,
-    config,
-    layers,
-    page_tiles,
-    row_attention,
-    sharding,
-    transformer,
-)
+from reprise.models import config, sharding
+from reprise.models.attention import cached_attention, page_tiles
 from reprise.models.config import MeshConfig, ModelConfig
-from reprise.models.kernels import (
-    hopper,
-    page_attention_gpu,
+from reprise.models.decoder import layers, row_attention, transformer
+from reprise.models.kernels.gpu import hopper, page_attention_gpu, row_attention_gpu
+from reprise.models.kernels.tpu import (
     page_attention_tpu,
     products_tpu,
-    row_attention_gpu,
     row_attention_tpu,
     softmax_tpu,
 )

@@ -10,7 +10,8 @@ import pytest
 
 from configs.rewards.countdown import OPERATIONS, reaches, score
 from policies.make import countdown
-from reprise.models import hf, tokenizer
+from reprise.models.formats import hf
+from reprise.models.text import tokenizer
 
 TINY = countdown.Settings(steps=2, drill_steps=1, step_examples=8, max_new_tokens=4)
 TINY = dataclasses.replace(TINY, num_layers=1, d_model=64, d_ff=64)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from policies.make import countdown, drafter
-from reprise.models import hf, tokenizer
+from reprise.models.formats import hf
+from reprise.models.text import tokenizer
 from reprise.rl.drafter_training.config import DrafterConfig
 from reprise.rl.drafter_training.offline import OfflineConfig, OfflineTraining
 from reprise.rl.records.packing import Response

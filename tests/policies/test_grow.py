@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from policies.make import grow
-from reprise.models import transformer
 from reprise.models.config import ModelConfig, num_params
+from reprise.models.decoder import transformer
 from reprise.spec.eagle import model as eagle
 from reprise.spec.eagle.model import EagleWeights
-from reprise.spec.eagle.training import unrolled_outputs
-from reprise.spec.eagle.training_data import DrafterBatch
+from reprise.spec.eagle_training.training import unrolled_outputs
+from reprise.spec.eagle_training.training_data import DrafterBatch
 
 QWEN3 = ModelConfig("qwen3", 50, 32, 2, 4, 2, 8, 48, qk_norm=True, tied_embeddings=True)
 QWEN2 = dataclasses.replace(QWEN3, architecture="qwen2", qk_norm=False, qkv_bias=True)

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from policies.make import draft, policy, solutions
-from reprise.models import hf, tokenizer, transformer
 from reprise.models.config import num_params
+from reprise.models.decoder import transformer
+from reprise.models.formats import hf
+from reprise.models.text import tokenizer
+from reprise.rl.answers.answers import extract_answer
 from reprise.rl.data import tasks
-from reprise.rl.data.answers import extract_answer
 from reprise.rl.runtime.run_files import PROJECT_ROOT
 
 SHIPPED = PROJECT_ROOT / "policies" / "tiny"

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from reprise.models import transformer
 from reprise.models.config import MeshConfig, ModelConfig
+from reprise.models.decoder import transformer
 from reprise.models.sharding import make_mesh
-from reprise.spec import verify
-from reprise.spec.nodes import Nodes
-from reprise.spec.sampling import Processing
+from reprise.spec.verification import verify
+from reprise.spec.verification.nodes import Nodes
+from reprise.spec.verification.sampling import Processing
 
 M, V = 24, 40
 MODEL = ModelConfig("qwen3", V, 8, 1, 2, 2, 4, 8, qk_norm=True, max_positions=64)

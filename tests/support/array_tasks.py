@@ -15,18 +15,19 @@ import numpy as np
 from shapes import CHAT
 from trajectories import some_trajectories
 
-from reprise.models import hf, transformer
 from reprise.models.config import MeshConfig
+from reprise.models.decoder import transformer
+from reprise.models.formats import hf
 from reprise.models.sharding import make_mesh, param_shardings
 from reprise.rl.checkpoint.checkpointer import Checkpointer, SaveError
 from reprise.rl.checkpoint.reader import restore
 from reprise.rl.cluster.join import JobStore
 from reprise.rl.cluster.processes import ALONE, LARGE_BYTES, Processes, ProcessLost
 from reprise.rl.learner import critic, trainer
-from reprise.rl.learner.algorithms import AlgorithmConfig
 from reprise.rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
-from reprise.rl.learner.gathering import from_shards, host_copy, local_weights, own_shards
 from reprise.rl.learner.optimizer import init_state, make_optimizer
+from reprise.rl.losses.algorithms import AlgorithmConfig
+from reprise.rl.weights.gathering import from_shards, host_copy, local_weights, own_shards
 from reprise.spec.config import SamplingConfig
 
 UPDATES = 3

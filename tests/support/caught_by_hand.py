@@ -3,7 +3,7 @@
 import numpy as np
 
 from reprise.spec.eagle.config import DataBufferConfig
-from reprise.spec.eagle.training_data import DataBuffer, HiddenStates
+from reprise.spec.eagle_training.training_data import DataBuffer, HiddenStates
 
 WIDTH = 4
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from reprise.models import kv_cache
+from reprise.models.attention import kv_cache
 
 
 def dense_cache(config, num_slots, num_positions, dtype=jnp.float32, **options):

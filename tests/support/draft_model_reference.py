@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reprise.models import transformer
 from reprise.models.config import ModelConfig
-from reprise.rl.engine.config import EngineConfig
-from reprise.rl.engine.model_runner import ModelRunner
-from reprise.spec import sampling
+from reprise.models.decoder import transformer
+from reprise.rl.slot_memory.model_runner import ModelRunner
+from reprise.rl.slots.config import EngineConfig
 from reprise.spec.config import ChainConfig, SamplingConfig
 from reprise.spec.draft_model.drafter import DraftModelDrafter
 from reprise.spec.drafter import PADDING, LiveSlots
+from reprise.spec.verification import sampling
 
 V, LONGEST, ROWS = 17, 64, 6
 MODEL = ModelConfig(

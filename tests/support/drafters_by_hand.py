@@ -7,10 +7,10 @@ import dataclasses
 import jax
 import numpy as np
 
-from reprise.models import transformer
 from reprise.models.config import ModelConfig
+from reprise.models.decoder import transformer
 from reprise.spec.eagle import model as eagle
-from reprise.spec.eagle.training_data import DrafterBatch, HiddenStates
+from reprise.spec.eagle_training.training_data import DrafterBatch, HiddenStates
 
 POLICY = ModelConfig("qwen3", 13, 8, 4, 4, 2, 6, 16, norm_eps=1e-3, qk_norm=True)
 

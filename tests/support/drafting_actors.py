@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from thread_actors import SETTINGS, ThreadRoom
 from tiny_team import CONFIG, MODEL, PARAMS, REQUESTS, SAMPLING
 
-from reprise.models import hf
+from reprise.models.formats import hf
 from reprise.rl.cluster.actors import Actor
 from reprise.rl.drafting.config import DraftingConfig
 from reprise.rl.drafting.plans import Planner

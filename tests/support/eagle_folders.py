@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from reprise.models import attention, transformer
+from reprise.models.attention import attention
 from reprise.models.config import ModelConfig
+from reprise.models.decoder import transformer
 from reprise.spec.eagle import model as eagle
 from reprise.spec.eagle.model import EagleWeights
 

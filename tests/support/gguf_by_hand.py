@@ -5,8 +5,8 @@ import math
 import gguf
 import numpy as np
 
-from reprise.models import hf
 from reprise.models.config import leaves, param_specs
+from reprise.models.formats import hf
 
 KINDS = gguf.GGMLQuantizationType
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5

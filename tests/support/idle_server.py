@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import uvicorn
 
-from reprise.rl.learner.data import Output
+from reprise.rl.batches.data import Output
+from reprise.rl.http.connections import configured
 from reprise.rl.server.app import make_app
-from reprise.rl.server.connections import configured
 from reprise.rl.server.records import Records
 from reprise.rl.server.service import Served
 from tests.support.served import in_thread

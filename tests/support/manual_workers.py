@@ -10,12 +10,12 @@ from concurrent.futures import Future
 import numpy as np
 from replay import Recorded
 
-from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.engine import ChunkEnd
-from reprise.rl.engine.stats import EngineStats
+from reprise.rl.records.stats import EngineStats
 from reprise.rl.records.trajectory import FinishReason, HostKv, PartialRequest, Prefix, Trajectory
+from reprise.rl.sessions.session import Session
+from reprise.rl.slots.config import EngineConfig
 from reprise.rl.workers.messages import WorkerLimits
-from reprise.rl.workers.session import Session
 from reprise.rl.workers.worker import RolloutWorker
 
 

@@ -14,8 +14,9 @@ import numpy as np
 from loop_runs import counted_compilations
 from shapes import PLAIN, one_size
 
-from reprise.models import sharding, transformer
+from reprise.models import sharding
 from reprise.models.config import MeshConfig, ModelConfig
+from reprise.models.decoder import transformer
 from reprise.rl.cluster.join import JobStore
 from reprise.rl.cluster.lockstep import PREFIX, LockstepWatch
 from reprise.rl.cluster.processes import Processes
@@ -38,7 +39,7 @@ from reprise.spec.eagle.model import EagleWeights
 from reprise.spec.reuse.prefix_rule import PrefixRule, parse_mode
 from reprise.spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache
 from reprise.spec.round_times import RoundTimes
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 
 MODEL = ModelConfig("qwen3", 32, 16, 1, 4, 2, 8, 16, qk_norm=True, max_positions=64)
 CONFIG = one_size(dataclasses.replace(PLAIN, page_tokens=8))

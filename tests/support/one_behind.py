@@ -16,11 +16,11 @@ import jax
 import numpy as np
 
 from reprise.rl.engine.rollout_spec import RolloutSpec
-from reprise.rl.engine.stats import EngineStats
 from reprise.rl.exchange.responses import Scorer
 from reprise.rl.gin.loader import load
-from reprise.rl.learner.advantages import informative_groups
+from reprise.rl.losses.advantages import informative_groups
 from reprise.rl.metrics.writer import Timings
+from reprise.rl.records.stats import EngineStats
 from reprise.rl.records.trajectory import Request
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import open_inputs
@@ -29,7 +29,7 @@ from reprise.rl.steps.position import RunPosition
 from reprise.rl.steps.rollouts import Prompts, Rollouts, groups_to_sample, prompts_at
 from reprise.rl.steps.step import train_step
 from reprise.spec.reuse.renewal import renewed_name
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 from tests.support import tiny_run
 
 

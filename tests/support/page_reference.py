@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from reprise.models.kernels import LOG2_E, NEGATIVE
+from reprise.models.kernels.shared.powers import LOG2_E, NEGATIVE
 
 B, h = 3, 128
 

@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
 from reprise.rl.records.trajectory import FinishReason, PartialRequest, Request
+from reprise.rl.slots.config import EngineConfig
 from reprise.spec.budget.union import DrafterUnion
 from reprise.spec.config import SamplingConfig
 from reprise.spec.drafter import Drafter, no_drafts
 from reprise.spec.retrieval.group import GroupDrafter
 from reprise.spec.retrieval.suffix_drafter import NgramDrafter
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 from tests.support import symbolic_device
 from tests.support.drive import RequestSource, drive
 from tests.support.symbolic_device import MODEL, VOCAB, Broken, SymbolicEngine

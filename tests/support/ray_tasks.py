@@ -33,11 +33,11 @@ from reprise.rl.rewards.config import RewardConfig
 from reprise.rl.rewards.pool import RewardPool
 from reprise.rl.rewards.scorers import Scorers
 from reprise.rl.rewards.scores import ScoreJob
+from reprise.rl.sessions.multi_engine import Helpers
 from reprise.rl.speculation.config import SpeculationConfig
 from reprise.rl.speculation.device_drafters import DraftModel
 from reprise.rl.speculation.history_workers import HistoryWorkers
 from reprise.rl.speculation.sources import Speculation
-from reprise.rl.workers.multi_engine import Helpers
 from reprise.sched.protocol import Copy, WorkerLost
 from reprise.spec.budget.config import MODEL as DRAFT
 from reprise.spec.retrieval.history import RULE

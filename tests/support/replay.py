@@ -10,8 +10,8 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from reprise.rl.workers.ahead_engine import AheadEngine
-from reprise.rl.workers.multi_engine import MultiEngine
+from reprise.rl.sessions.ahead_engine import AheadEngine
+from reprise.rl.sessions.multi_engine import MultiEngine
 from reprise.sched.protocol import Action, ChunkDone, Event, Finished, Scheduler, Start
 
 

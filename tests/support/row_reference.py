@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from reprise.models.attention import may_see
+from reprise.models.attention.attention import may_see
 
 
 def packed(T, seed=0):

@@ -14,9 +14,9 @@ from typing import Any
 
 import uvicorn
 
+from reprise.rl.http.connections import configured
 from reprise.rl.python.api import Policy
 from reprise.rl.server.app import make_app
-from reprise.rl.server.connections import configured
 from reprise.rl.server.records import Records
 from reprise.rl.server.service import Served
 

@@ -8,9 +8,9 @@ import dataclasses
 import jax
 import numpy as np
 
-from reprise.models import transformer
 from reprise.models.config import ModelConfig
-from reprise.rl.engine.config import EngineConfig
+from reprise.models.decoder import transformer
+from reprise.rl.slots.config import EngineConfig
 
 TINY = ModelConfig("llama", 20, 16, 1, 2, 1, 8, 16, max_positions=64)
 # grouped queries, biases, a tied head

@@ -15,10 +15,11 @@ from unittest.mock import patch
 
 import numpy as np
 
+from reprise.models.attention.kv_cache import KVCache
 from reprise.models.config import ModelConfig
-from reprise.models.kv_cache import KVCache
-from reprise.rl.engine import cache_ops, rounds, slot_cache
+from reprise.rl.engine import rounds
 from reprise.rl.engine.engine import Engine
+from reprise.rl.slot_memory import cache_ops, slot_cache
 
 VOCAB = 23
 MODEL = ModelConfig("llama", VOCAB, 8, 1, 1, 1, 4, 8, max_positions=4096)

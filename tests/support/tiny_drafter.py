@@ -13,7 +13,7 @@ from reprise.rl.speculation.device_drafters import LearnedDrafter
 from reprise.spec.eagle import model as eagle
 from reprise.spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, TreeConfig
 from reprise.spec.eagle.model import EagleWeights
-from reprise.spec.eagle.training_data import DataBuffer, HiddenStates
+from reprise.spec.eagle_training.training_data import DataBuffer, HiddenStates
 
 TREE = TreeConfig(max_depth=2, top_k=2)
 DRAFTER = DrafterConfig(

@@ -22,8 +22,9 @@ import jax
 import jax.numpy as jnp
 
 from policies.make.characters import save_character_tokenizer
-from reprise.models import hf, transformer
 from reprise.models.config import ModelConfig
+from reprise.models.decoder import transformer
+from reprise.models.formats import hf
 from reprise.rl.assembly import setup as run_setup
 from reprise.rl.assembly.system import System
 from reprise.rl.gin.loader import load

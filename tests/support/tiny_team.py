@@ -13,7 +13,7 @@ from reprise.rl.workers.config import SchedConfig
 from reprise.sched.protocol import Start
 from reprise.spec.config import SamplingConfig
 from reprise.spec.reuse.rollout_cache import CachedResponse, Scores
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 
 MODEL = dataclasses.replace(TINY, num_kv_heads=2)  # to be shared by two devices
 CONFIG = dataclasses.replace(PLAIN, page_tokens=8, rounds_per_fetch=2)

@@ -12,7 +12,8 @@ from benchmarks import workloads
 from benchmarks.environment import ROOT
 from benchmarks.real_policy import acceptance, one_update, parity, questions
 from benchmarks.real_policy.ground import Ground, Sizes
-from reprise.models import hf, tokenizer
+from reprise.models.formats import hf
+from reprise.models.text import tokenizer
 
 SIZES = Sizes(questions=2, group_size=2, new_tokens=12, slots=8)
 

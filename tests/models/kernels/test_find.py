@@ -3,8 +3,10 @@
 import jax.numpy as jnp
 import pytest
 
-from reprise.models.kernels import hopper, page_attention_cpu, products_tpu, row_attention_gpu
+from reprise.models.kernels.cpu import page_attention_cpu
 from reprise.models.kernels.find import find, module_of, takes
+from reprise.models.kernels.gpu import hopper, row_attention_gpu
+from reprise.models.kernels.tpu import products_tpu
 
 
 def test_a_kernel_that_takes_the_sizes_is_found():

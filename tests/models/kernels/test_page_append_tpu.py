@@ -9,10 +9,10 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from kernel_interpreters import finding_races, has_races_on_tpu
 from page_reference import B, arrays, h, only_live, reference
 
-from reprise.models.kernels import page_attention_tpu, page_entries_tpu
-from reprise.models.kernels.page_attention_tpu import append_and_attend, takes
-from reprise.models.kernels.page_buffers_tpu import Buffers
-from reprise.models.page_attention import append_and_attend as with_any_path
+from reprise.models.attention.page_attention import append_and_attend as with_any_path
+from reprise.models.kernels.tpu import page_attention_tpu, page_entries_tpu
+from reprise.models.kernels.tpu.page_attention_tpu import append_and_attend, takes
+from reprise.models.kernels.tpu.page_buffers_tpu import Buffers
 
 NO_PAGE = 2**30  # the simulator raises where it is read
 T = 128

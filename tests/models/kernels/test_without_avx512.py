@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks import without_avx512
-from reprise.models.kernels import products_cpu
-from reprise.models.kernels.cpu_tiles import HAS_WIDE_REGISTERS
+from reprise.models.kernels.cpu import products_cpu
+from reprise.models.kernels.cpu.cpu_tiles import HAS_WIDE_REGISTERS
 
 needs_avx512 = pytest.mark.skipif(
     jax.default_backend() != "cpu" or not HAS_WIDE_REGISTERS, reason="no AVX-512 to compare with"

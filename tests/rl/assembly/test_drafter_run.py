@@ -10,16 +10,16 @@ from reprise.rl.checkpoint.reader import describe, flatten
 from reprise.rl.engine.engine import Engine
 from reprise.rl.gin.loader import load
 from reprise.rl.python.generate import RolloutSpec
+from reprise.rl.sessions.multi_engine import MultiEngine
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import open_inputs
 from reprise.rl.speculation.device_drafters import LearnedDrafter
 from reprise.rl.speculation.sources import Speculation, make_bandits
 from reprise.rl.workers.config import SchedConfig
-from reprise.rl.workers.multi_engine import MultiEngine
 from reprise.spec.budget.config import LEARNED
 from reprise.spec.eagle import files
-from reprise.spec.eagle import training as drafter_training
 from reprise.spec.eagle.model import EagleWeights
+from reprise.spec.eagle_training import training as drafter_training
 from reprise.spec.reuse.rollout_cache import RolloutCache
 
 LEARNS = ("Speculation.sources=('own', 'learned')", "Speculation.budget='bandit'")

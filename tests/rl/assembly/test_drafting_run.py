@@ -15,10 +15,10 @@ from reprise.rl.assembly.drafting_run import (
     open_actors,
 )
 from reprise.rl.assembly.ray_run import worker_settings
-from reprise.rl.engine.config import EngineConfig
 from reprise.rl.gin.loader import load
 from reprise.rl.settings.checks import check_drafting
 from reprise.rl.settings.config import TrainConfig
+from reprise.rl.slots.config import EngineConfig
 from reprise.rl.workers.engines import EngineSettings
 
 RAY = "Cluster.kind='ray'"

@@ -8,12 +8,12 @@ from live_by_hand import live_slots
 from reprise.models.config import ModelConfig
 from reprise.rl.assembly.first_programs import drafted_alone, num_whole_model
 from reprise.rl.commands import serve
-from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.engine import Engine
-from reprise.rl.engine.model_runner import ModelRunner
 from reprise.rl.gin.loader import load
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import open_policy
+from reprise.rl.slot_memory.model_runner import ModelRunner
+from reprise.rl.slots.config import EngineConfig
 from reprise.rl.warm_up import compile_buckets
 from reprise.rl.warm_up.rollout_programs import Reach
 from reprise.spec.budget.budget import FixedBudget, best_trees, equal_trees

@@ -8,11 +8,11 @@ import shutil
 import pytest
 
 from policies.make.characters import save_character_tokenizer
-from reprise.models import hf
+from reprise.models.formats import hf
 from reprise.rl.checkpoint.best import read_best
 from reprise.rl.commands import evaluate
-from reprise.rl.learner.gathering import host_copy
 from reprise.rl.metrics.writer import read_metrics
+from reprise.rl.weights.gathering import host_copy
 from tests.support import tiny_run
 
 

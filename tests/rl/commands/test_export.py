@@ -13,8 +13,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from reprise.models import hf, hf_files, tokenizer, transformer
 from reprise.models.config import ModelConfig
+from reprise.models.decoder import transformer
+from reprise.models.formats import hf, hf_files
+from reprise.models.text import tokenizer
 from reprise.rl.checkpoint.checkpointer import Checkpointer
 from reprise.rl.commands import export
 from reprise.rl.gin.loader import dump, load

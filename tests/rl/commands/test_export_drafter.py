@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reprise.models import hf, hf_files, tokenizer, transformer
+from reprise.models.decoder import transformer
+from reprise.models.formats import hf, hf_files
+from reprise.models.text import tokenizer
 from reprise.rl.assembly.drafter_run import open_drafter
 from reprise.rl.checkpoint.checkpointer import Checkpointer
 from reprise.rl.commands import export, train
@@ -21,7 +23,7 @@ from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import open_inputs
 from reprise.spec.eagle import files as eagle_files
 from reprise.spec.eagle import model as eagle
-from reprise.spec.eagle import training as drafter_training
+from reprise.spec.eagle_training import training as drafter_training
 from tests.support import tiny_run
 
 LEARNS = (

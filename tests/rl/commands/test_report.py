@@ -15,7 +15,7 @@ import pytest
 
 from reprise.rl.commands import report
 from reprise.rl.commands.report import pick_samples
-from reprise.rl.engine.stats import RoundRecord, load_timeline, save_timeline
+from reprise.rl.records.stats import RoundRecord, load_timeline, save_timeline
 from reprise.rl.reports import page as report_page
 from reprise.rl.reports import plots as report_plots
 from reprise.rl.reports import timeline_plot

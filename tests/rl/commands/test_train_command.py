@@ -19,8 +19,10 @@ from run_settings import TRAINED_AFTER
 from safetensors.numpy import load_file, save_file
 
 from policies.make.characters import save_character_tokenizer
-from reprise.models import hf, tokenizer, transformer
-from reprise.models.hf_files import WeightsError
+from reprise.models.decoder import transformer
+from reprise.models.formats import hf
+from reprise.models.formats.hf_files import WeightsError
+from reprise.models.text import tokenizer
 from reprise.rl.commands import evaluate, export, report, train
 from reprise.rl.data.prompts import UnreadableExample
 from reprise.rl.learner.gradient_accumulation import NonFiniteWeights

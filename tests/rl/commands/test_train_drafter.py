@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from reprise.models import hf_files, tokenizer
+from reprise.models.formats import hf_files
+from reprise.models.text import tokenizer
 from reprise.rl.commands import train_drafter
 from reprise.spec.eagle import files as eagle_files
 from reprise.spec.eagle import model as eagle

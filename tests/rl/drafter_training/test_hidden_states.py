@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprise.models import transformer
+from reprise.models.decoder import transformer
 from reprise.rl.drafter_training import offline
 from reprise.rl.drafter_training.offline import chunks, hidden_of, num_bytes, runs
 from reprise.rl.records.packing import Response

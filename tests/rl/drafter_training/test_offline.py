@@ -6,15 +6,15 @@ import jax
 import numpy as np
 import pytest
 
-from reprise.models import transformer
+from reprise.models.decoder import transformer
 from reprise.rl.assembly.drafter_run import first_drafter
 from reprise.rl.drafter_training import offline as offline_drafter
 from reprise.rl.drafter_training.config import DrafterConfig
 from reprise.rl.drafter_training.offline import OfflineConfig, OfflineTraining, hidden_of, num_bytes
 from reprise.rl.records.packing import Response
-from reprise.spec.eagle import training as drafter_training
 from reprise.spec.eagle.config import DataBufferConfig, DrafterTrainingConfig
-from reprise.spec.eagle.training_data import pack
+from reprise.spec.eagle_training import training as drafter_training
+from reprise.spec.eagle_training.training_data import pack
 from tests.support import tiny_run
 
 MODEL = tiny_run.MODEL

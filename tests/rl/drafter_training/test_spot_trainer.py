@@ -16,7 +16,7 @@ from reprise.rl.drafter_training.spot_trainer import SpotTrainer
 from reprise.rl.drafter_training.trainer import BufferSink
 from reprise.rl.engine.rollout_spec import RolloutSpec
 from reprise.spec.eagle.config import DataBufferConfig
-from reprise.spec.eagle.training_data import DataBuffer
+from reprise.spec.eagle_training.training_data import DataBuffer
 
 
 def clock():

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.make.characters import save_character_tokenizer
-from reprise.models import tokenizer
+from reprise.models.text import tokenizer
 from reprise.rl.drafter_training.traces import hold_out, num_tokens, read
 from reprise.rl.records.packing import Response
 from tests.support import tiny_run

@@ -18,9 +18,9 @@ from reprise.rl.checkpoint.checkpointer import Checkpointer
 from reprise.rl.checkpoint.config import CheckpointConfig
 from reprise.rl.drafter_training import trainer as trainer_module
 from reprise.rl.drafter_training.trainer import BufferSink
-from reprise.spec.eagle import training as drafter_training
 from reprise.spec.eagle.config import DataBufferConfig
-from reprise.spec.eagle.training_data import DataBuffer, RequestSample
+from reprise.spec.eagle_training import training as drafter_training
+from reprise.spec.eagle_training.training_data import DataBuffer, RequestSample
 
 
 @pytest.fixture(autouse=True)

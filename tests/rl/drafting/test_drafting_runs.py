@@ -19,8 +19,8 @@ from reprise.rl.drafting import worker
 from reprise.rl.drafting import workers as drafting_workers
 from reprise.rl.drafting.plans import FIRST_HITS
 from reprise.rl.drafting.workers import DraftingWorkers
-from reprise.rl.engine.worker_record import read_workers
 from reprise.rl.metrics.writer import read_metrics
+from reprise.rl.records.worker_record import read_workers
 from reprise.rl.speculation import bandits as of_runs
 from reprise.sched.policies.specactor import WorkerPlan
 from reprise.spec.decoupled.ahead import Enumerating, FreeRunning

@@ -25,7 +25,7 @@ from reprise.rl.drafting.worker import (
     Rollout,
 )
 from reprise.rl.drafting.workers import DraftingWorkers, share
-from reprise.rl.engine.worker_record import WorkerPart
+from reprise.rl.records.worker_record import WorkerPart
 from reprise.rl.speculation.config import DraftModelConfig
 from reprise.rl.speculation.device_drafters import DraftModel
 from reprise.spec.budget.config import MODEL

@@ -13,10 +13,10 @@ from loop_runs import counted_compilations
 from shapes import PLAIN, TINY, make_params
 
 from reprise.rl.engine import rounds
-from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with, no_drafts
 from reprise.rl.records.trajectory import FinishReason, NonFiniteLogits, PartialRequest, Request
+from reprise.rl.slots.config import EngineConfig
 from reprise.spec.buckets import bucket
 from reprise.spec.budget.bandit import BanditBudget, make_bandit
 from reprise.spec.budget.budget import DraftDecision, FixedBudget
@@ -26,7 +26,7 @@ from reprise.spec.budget.union import DrafterUnion
 from reprise.spec.config import SamplingConfig
 from reprise.spec.drafter import Drafter
 from reprise.spec.round_times import RoundTimes
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 from tests.support import symbolic_device
 from tests.support.symbolic_device import SymbolicEngine
 

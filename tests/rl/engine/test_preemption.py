@@ -7,15 +7,15 @@ import pytest
 from drive import RequestSource, drive
 from shapes import PLAIN
 
-from reprise.rl.engine import admission
-from reprise.rl.engine.ending import Endings
 from reprise.rl.engine.rollout_spec import RolloutSpec, draft_with
-from reprise.rl.engine.slot_table import SlotTable
 from reprise.rl.records.trajectory import PartialRequest, Prefix, Request
+from reprise.rl.slots import admission
+from reprise.rl.slots.ending import Endings
+from reprise.rl.slots.slot_table import SlotTable
 from reprise.spec.budget.budget import FixedBudget, plain
 from reprise.spec.config import SamplingConfig
 from reprise.spec.drafter import Drafter, no_drafts
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 from tests.support import symbolic_device
 from tests.support.symbolic_device import MODEL, SymbolicEngine
 

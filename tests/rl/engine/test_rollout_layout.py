@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from shapes import PLAIN, one_size
 
-from reprise.models import cached_attention, kv_cache, layers, transformer
+from reprise.models.attention import cached_attention, kv_cache
 from reprise.models.config import MeshConfig, ModelConfig
+from reprise.models.decoder import layers, transformer
 from reprise.models.sharding import make_mesh, param_shardings
-from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.engine import Engine
+from reprise.rl.slots.config import EngineConfig
 from reprise.rl.warm_up.rollout_programs import Pool, Reach
 from reprise.spec.config import SamplingConfig
 

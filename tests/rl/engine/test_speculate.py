@@ -9,7 +9,7 @@ from live_by_hand import live_texts
 from shapes import PLAIN
 
 from reprise.rl.engine.speculate import Speculator
-from reprise.rl.engine.stats import EngineStats
+from reprise.rl.records.stats import EngineStats
 from reprise.spec.budget.goodput import make_budget
 from reprise.spec.drafter import Drafter
 from reprise.spec.round_times import RoundTimes

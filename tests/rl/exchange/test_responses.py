@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from reprise.rl.cluster.processes import ALONE, Diverged, Processes
-from reprise.rl.engine.stats import CachedCounts, EngineStats, PoolCounts, RoundRecord
 from reprise.rl.exchange import responses
 from reprise.rl.exchange.responses import (
     UNSCORED,
@@ -21,6 +20,7 @@ from reprise.rl.exchange.responses import (
     in_order,
     read_part,
 )
+from reprise.rl.records.stats import CachedCounts, EngineStats, PoolCounts, RoundRecord
 from reprise.rl.records.trajectory import FinishReason, Request, Trajectory
 from reprise.rl.rewards.process import RewardWorkerError
 from reprise.rl.rewards.scores import Score

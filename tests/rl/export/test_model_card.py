@@ -13,7 +13,7 @@ from huggingface_hub import ModelCardData
 from markdown_it import MarkdownIt
 
 from policies.make.characters import save_character_tokenizer
-from reprise.models import tokenizer
+from reprise.models.text import tokenizer
 from reprise.rl.data.prompts import encode_prompt
 from reprise.rl.data.tasks import Example
 from reprise.rl.export import model_card

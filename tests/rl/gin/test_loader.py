@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reprise.rl.commands.ablate import AblationRun
-from reprise.rl.commands.simulate import SimulateRun
+from reprise.rl.ablation.grid import AblationRun
 from reprise.rl.drafter_training.offline import OfflineConfig
 from reprise.rl.gin import loader as config_lib
 from reprise.rl.gin.command_line import config_parser, parse_command_line, split_overrides
@@ -24,6 +23,7 @@ from reprise.rl.gin.loader import ConfigError, describe, dump, load
 from reprise.rl.runtime import run_files
 from reprise.rl.runtime.run_files import resolve_path
 from reprise.rl.settings.config import TrainConfig
+from reprise.rl.simulation.config import SimulateRun
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,15 +11,15 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from reprise.models import hf
-from reprise.rl.commands.ablate import AblationRun, cells
-from reprise.rl.commands.simulate import SimulateRun
+from reprise.models.formats import hf
+from reprise.rl.ablation.grid import AblationRun, cells
 from reprise.rl.gin.loader import dump, load
 from reprise.rl.preflight import memory
 from reprise.rl.settings.checks import check_sections
 from reprise.rl.settings.config import PolicyConfig, TrainConfig
 from reprise.rl.settings.inputs import open_inputs
 from reprise.rl.settings.unused import unused_settings
+from reprise.rl.simulation.config import SimulateRun
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").rglob("*.gin"))

@@ -12,15 +12,16 @@ import trajectories
 from jax.sharding import PartitionSpec
 from shapes import CHAT
 
-from reprise.models import transformer
 from reprise.models.config import MeshConfig
+from reprise.models.decoder import transformer
 from reprise.models.sharding import make_mesh, param_shardings, ways_in_use
-from reprise.rl.learner import critic, micro_batches, trainer
-from reprise.rl.learner.algorithms import AlgorithmConfig, CriticConfig
+from reprise.rl.batches import micro_batches
+from reprise.rl.learner import critic, trainer
 from reprise.rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
 from reprise.rl.learner.critic import Critic, value_loss
-from reprise.rl.learner.losses import CriticInputs, LossInputs
 from reprise.rl.learner.optimizer import init_state, make_optimizer
+from reprise.rl.losses.algorithms import AlgorithmConfig, CriticConfig
+from reprise.rl.losses.losses import CriticInputs, LossInputs
 from reprise.rl.records.packing import Shape
 from reprise.spec.config import SamplingConfig
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reprise.rl.learner import losses
-from reprise.rl.learner.algorithms import AlgorithmConfig, Correction, parse_correction
-from reprise.rl.learner.losses import LossInputs
-from reprise.rl.learner.policy_losses import importance_weights
+from reprise.rl.losses import losses
+from reprise.rl.losses.algorithms import AlgorithmConfig, Correction, parse_correction
+from reprise.rl.losses.losses import LossInputs
+from reprise.rl.losses.policy_losses import importance_weights
 
 # ratios 4, 1/2 and 1, then padding; and 1/4 alone
 TRAINER = np.log(np.array([[0.8, 0.2, 0.5, 1.0], [0.1, 1.0, 1.0, 1.0]], np.float32))

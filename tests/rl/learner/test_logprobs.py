@@ -13,17 +13,17 @@ from programs import largest_array
 from shapes import CHAT, make_params
 from trajectories import trajectory
 
-from reprise.models import transformer
 from reprise.models.config import MeshConfig, ModelConfig
+from reprise.models.decoder import transformer
 from reprise.models.sharding import make_mesh, param_shardings
+from reprise.rl.batches import micro_batches
+from reprise.rl.batches.micro_batches import TrainSample
 from reprise.rl.learner import logprobs as scoring
-from reprise.rl.learner import micro_batches
 from reprise.rl.learner.config import TrainerConfig, TrainSpec
-from reprise.rl.learner.micro_batches import TrainSample
 from reprise.rl.records.packing import Shape
-from reprise.spec import sampling
 from reprise.spec.config import SamplingConfig
-from reprise.spec.sampling import Processing
+from reprise.spec.verification import sampling
+from reprise.spec.verification.sampling import Processing
 
 PARAMS = make_params(model=CHAT)
 P, T = 3, 12  # two prompts of 3 tokens, two responses of 9 to each

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from shapes import CHAT
 
-from reprise.rl.learner.data import Datum, DatumInputs, pack
-from reprise.rl.learner.drawn import DrawnResponses
+from reprise.rl.batches.data import Datum, DatumInputs, pack
+from reprise.rl.batches.drawn import DrawnResponses
+from reprise.rl.http import wire
 from reprise.rl.learner.objectives import LOSSES, Adam, LossSettings, check_inputs, complete
 from reprise.rl.records.packing import Shape
-from reprise.rl.server import bodies, wire
+from reprise.rl.server import bodies
 
 
 def test_the_client_names_these_losses_and_defaults():

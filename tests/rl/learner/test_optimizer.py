@@ -6,13 +6,14 @@ import jax
 import pytest
 from shapes import ODD
 
-from reprise.models import transformer
 from reprise.models.config import MeshConfig
+from reprise.models.decoder import transformer
 from reprise.models.sharding import fitting_sharding, make_mesh
-from reprise.rl.learner import critic, gradient_accumulation, logprobs, micro_batches, trainer
-from reprise.rl.learner.algorithms import AlgorithmConfig
+from reprise.rl.batches import micro_batches
+from reprise.rl.learner import critic, gradient_accumulation, logprobs, trainer
 from reprise.rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
 from reprise.rl.learner.optimizer import init_state, make_optimizer, state_shapes
+from reprise.rl.losses.algorithms import AlgorithmConfig
 
 RECIPE = TrainSpec(
     ODD,

@@ -10,11 +10,11 @@ import pytest
 
 from reprise import models
 from reprise.models.config import LoraShape, ModelConfig
-from reprise.models.kernels import hopper
+from reprise.models.kernels.gpu import hopper
 from reprise.models.sharding import rollout_mesh
-from reprise.rl.assembly import meshes
 from reprise.rl.gin.loader import load
 from reprise.rl.learner.config import NumericsConfig, why_other_bits, why_other_bits_on_accelerators
+from reprise.rl.placement import meshes
 from reprise.rl.settings.config import TrainConfig
 
 MODEL = ModelConfig("llama", 50, 64, 1, 4, 2, 16, 96)

@@ -13,16 +13,17 @@ from loop_runs import counted_compilations
 from shapes import CHAT
 from trajectories import some_trajectories, trajectory
 
-from reprise.models import transformer
 from reprise.models.config import MeshConfig
+from reprise.models.decoder import transformer
 from reprise.models.sharding import make_mesh, param_shardings, ways_in_use
+from reprise.rl.batches import micro_batches
 from reprise.rl.learner import logprobs as scoring
-from reprise.rl.learner import micro_batches, trainer
-from reprise.rl.learner.advantages import group_advantages
+from reprise.rl.learner import trainer
 from reprise.rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
 from reprise.rl.learner.gradient_accumulation import StepScalars, accumulate, start
-from reprise.rl.learner.losses import AlgorithmConfig
 from reprise.rl.learner.optimizer import init_state, learning_rate, make_optimizer, state_shapes
+from reprise.rl.losses.advantages import group_advantages
+from reprise.rl.losses.losses import AlgorithmConfig
 from reprise.rl.python.generate import generate
 from reprise.rl.records.packing import Shape
 from reprise.rl.records.trajectory import FinishReason, Request
@@ -30,7 +31,7 @@ from reprise.rl.run.run_checkpoint import RunCheckpointer
 from reprise.rl.runtime.parallel_compile import compile_all
 from reprise.rl.steps.position import RunPosition
 from reprise.spec.config import SamplingConfig
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 
 RECIPE = TrainSpec(
     CHAT,

@@ -10,8 +10,8 @@ import pytest
 from trajectories import trajectory
 
 from reprise.rl.data.tasks import Example
-from reprise.rl.engine.stats import EngineStats
 from reprise.rl.metrics.step_metrics import sample_rows, step_metrics
+from reprise.rl.records.stats import EngineStats
 from reprise.rl.records.trajectory import FinishReason
 from reprise.rl.rewards.scores import Score
 

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from reprise.models import kv_cache
+from reprise.models.attention import kv_cache
 from reprise.models.config import ModelConfig, num_params
-from reprise.rl.assembly.engines import evaluation_engine
 from reprise.rl.gin.loader import load
+from reprise.rl.placement.engines import evaluation_engine
 from reprise.rl.preflight import memory
 from reprise.rl.preflight.memory import ROLLOUTS, TRAINING, Devices
 from reprise.rl.settings.config import TrainConfig

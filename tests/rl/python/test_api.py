@@ -13,8 +13,9 @@ import pytest
 from loop_runs import counted_compilations
 from safetensors.numpy import load_file, save_file
 
-from reprise.models import hf, transformer
-from reprise.models.lora import trained_part
+from reprise.models.decoder import transformer
+from reprise.models.decoder.lora import trained_part
+from reprise.models.formats import hf
 from reprise.rl.gin.loader import ConfigError, load
 from reprise.rl.python import api
 from reprise.rl.python.generate import generate
@@ -22,7 +23,7 @@ from reprise.rl.records.trajectory import NonFiniteLogits, Request
 from reprise.rl.runtime.user_files import load_user_name
 from reprise.rl.settings.config import TrainConfig
 from reprise.spec.config import SamplingConfig
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 
 ONE = "Mesh.data=1"
 SIZES = (

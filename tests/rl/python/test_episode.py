@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from reprise.models import tokenizer
+from reprise.models.text import tokenizer
 from reprise.rl.python.episode import Episode
 from reprise.rl.python.sampler import Sample
 from reprise.spec.config import SamplingConfig

@@ -8,15 +8,15 @@ import pytest
 from drafts_by_hand import Draft, stack
 from shapes import PLAIN, TINY, make_params
 
-from reprise.models import tokenizer
-from reprise.models.token_bytes import TokenBytes
+from reprise.models.text import tokenizer
+from reprise.models.text.token_bytes import TokenBytes
 from reprise.rl.engine.engine import Engine
 from reprise.rl.python.generate import generate
 from reprise.rl.records.trajectory import FinishReason, Request
 from reprise.spec.budget.budget import FixedBudget
 from reprise.spec.config import SamplingConfig
 from reprise.spec.drafter import Drafter
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 
 MODEL = dataclasses.replace(TINY, eos_token_ids=(4, 5, 6))
 SAMPLING = SamplingConfig(max_new_tokens=12)

@@ -19,7 +19,7 @@ from reprise.rl.settings.config import TrainConfig
 from reprise.spec.config import SamplingConfig
 from reprise.spec.drafter import Source
 from reprise.spec.round_times import StepSeconds
-from reprise.spec.sampling import NOISE_NAMES, noise_names
+from reprise.spec.verification.sampling import NOISE_NAMES, noise_names
 
 SIZES = (
     *(

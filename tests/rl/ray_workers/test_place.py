@@ -9,12 +9,12 @@ import pytest
 from tiny_team import KEY, PARAMS, SAMPLING
 
 from reprise.rl.engine.rollout_spec import RolloutSpec, no_drafts
-from reprise.rl.engine.stats import EngineStats
 from reprise.rl.ray_workers.place import Measured, RayPlace, Reply, Shared
+from reprise.rl.records.stats import EngineStats
 from reprise.rl.runtime.waits import ProgramLost
 from reprise.rl.speculation.sources import StepDrafts
 from reprise.rl.workers.messages import Prepare, Remove, Report, WorkerLimits
-from reprise.spec.eagle.training_data import HiddenStates, RequestSample
+from reprise.spec.eagle_training.training_data import HiddenStates, RequestSample
 
 HANG_LIMIT_S, COMPILE_S = 600.0, 3600.0
 LIMITS = WorkerLimits(60, 4, 60)

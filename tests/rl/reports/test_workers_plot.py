@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from reprise.rl.engine.worker_record import WorkerEvent, WorkerPart, WorkerStep
+from reprise.rl.records.worker_record import WorkerEvent, WorkerPart, WorkerStep
 from reprise.rl.reports import plots, workers_plot
 from reprise.rl.reports.runs import Run
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from reprise.rl.answers.answers import EXTRACTORS, expected_answer, extract_answer, with_marker
 from reprise.rl.commands import train
-from reprise.rl.data.answers import EXTRACTORS, expected_answer, extract_answer, with_marker
 from reprise.rl.data.tasks import open_task
 from reprise.rl.rewards import check
 from reprise.rl.rewards.check import check_rewards

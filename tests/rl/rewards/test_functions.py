@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from reprise.rl.data.answers import extract_answer
+from reprise.rl.answers.answers import extract_answer
 from reprise.rl.data.tasks import Example
 from reprise.rl.rewards.config import RewardConfig, validate
 from reprise.rl.rewards.functions import exact_match, load, math_verify, task_reward

@@ -12,7 +12,7 @@ from run_settings import DAPO, DRAFTS
 from reprise.rl.checkpoint import contents
 from reprise.rl.data.prompts import DataOrder
 from reprise.rl.gin.loader import load
-from reprise.rl.learner.algorithms import ALGORITHMS
+from reprise.rl.losses.algorithms import ALGORITHMS
 from reprise.rl.runtime.signals import Stopped
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import open_inputs

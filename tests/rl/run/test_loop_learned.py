@@ -18,8 +18,8 @@ from reprise.rl.rewards.pool import RewardPool
 from reprise.rl.runtime.signals import Stopped
 from reprise.spec.config import SamplingConfig
 from reprise.spec.eagle.config import DataBufferConfig
-from reprise.spec.eagle.training_data import DataBuffer, HiddenStates
-from reprise.spec.sampling import step_key
+from reprise.spec.eagle_training.training_data import DataBuffer, HiddenStates
+from reprise.spec.verification.sampling import step_key
 from tests.support import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device")

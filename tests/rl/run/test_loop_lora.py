@@ -12,8 +12,9 @@ from loop_runs import assert_resumes_to_the_bit, assert_same_run, finish, stop_a
 from run_settings import DRAFTS, LEARNED, PIPELINE, SETTINGS, WORKERS
 from safetensors.numpy import load_file, save_file
 
-from reprise.models import hf, lora, peft_files, transformer
 from reprise.models.config import trained_specs
+from reprise.models.decoder import lora, transformer
+from reprise.models.formats import hf, peft_files
 from reprise.rl.assembly import setup
 from reprise.rl.cluster.processes import ALONE
 from reprise.rl.export import adapter_base, exports

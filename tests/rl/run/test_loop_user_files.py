@@ -15,8 +15,8 @@ from loop_runs import assert_same_run, finish, texts
 from run_settings import DRAFTS, WORKERS
 
 from reprise.rl.commands import simulate
-from reprise.rl.learner.algorithms import AlgorithmConfig
-from reprise.rl.learner.policy_losses import policy_loss
+from reprise.rl.losses.algorithms import AlgorithmConfig
+from reprise.rl.losses.policy_losses import policy_loss
 from reprise.rl.runtime.user_files import load_user_name
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -14,10 +14,10 @@ import pytest
 
 from reprise import models
 from reprise.models import sums_in_order_on_accelerators
-from reprise.rl.assembly import meshes
 from reprise.rl.cluster.processes import ALONE
 from reprise.rl.commands import evaluate, preflight, serve, train
 from reprise.rl.gin.loader import dump, load
+from reprise.rl.placement import meshes
 from reprise.rl.python import api
 from reprise.rl.run import launch, run_process
 from reprise.rl.run.ray_trainers import Start

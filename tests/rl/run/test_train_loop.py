@@ -20,11 +20,11 @@ from loop_runs import (
 )
 from run_settings import DRAFTS, PIPELINE, SLOTS, WORKERS
 
-from reprise.rl.assembly.meshes import run_mesh
 from reprise.rl.assembly.system import System
 from reprise.rl.checkpoint.reader import NoWholeCheckpointError
 from reprise.rl.gin.loader import load
 from reprise.rl.metrics.writer import read_metrics, read_samples
+from reprise.rl.placement.meshes import run_mesh
 from reprise.rl.records.packing import Shape
 from reprise.rl.records.trajectory import NonFiniteLogits
 from reprise.rl.run import loop

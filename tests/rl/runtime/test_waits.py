@@ -30,7 +30,6 @@ from whole_steps import whole_steps
 from reprise.rl.assembly import setup as run_setup
 from reprise.rl.checkpoint import checkpointer
 from reprise.rl.drafter_training.spot_trainer import SpotTrainer
-from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.rollout_spec import RolloutSpec
 from reprise.rl.records.trajectory import Request, Trajectory
 from reprise.rl.rewards import pool as rewards
@@ -40,12 +39,13 @@ from reprise.rl.runtime import signals
 from reprise.rl.runtime.parallel_compile import compile_all
 from reprise.rl.runtime.signals import STARTING, Limits, Watch
 from reprise.rl.runtime.waits import POLL_S, Deadline, Hang
+from reprise.rl.sessions import driver
+from reprise.rl.sessions.multi_engine import MultiEngine
+from reprise.rl.sessions.session import Session
+from reprise.rl.slots.config import EngineConfig
 from reprise.rl.speculation import sources
-from reprise.rl.workers import driver
 from reprise.rl.workers.config import SchedConfig
 from reprise.rl.workers.messages import WorkerError
-from reprise.rl.workers.multi_engine import MultiEngine
-from reprise.rl.workers.session import Session
 from reprise.spec.config import SamplingConfig
 from reprise.spec.reuse.rollout_cache import RolloutCache
 from tests.support import tiny_run

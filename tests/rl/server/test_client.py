@@ -17,7 +17,7 @@ from reprise.rl.python.generate import generate
 from reprise.rl.records.trajectory import Request
 from reprise.rl.settings.config import TrainConfig
 from reprise.spec.config import SamplingConfig
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 
 SETTINGS = (
     *("Policy.lora_rank=4", "Policy.lora_targets=('attention','mlp','head')", "Mesh.data=1"),

@@ -6,8 +6,8 @@ import pytest
 from served import KEY, NAME, call, serve
 
 from reprise.rl.gin.loader import load
+from reprise.rl.http import requests
 from reprise.rl.python import api
-from reprise.rl.server import requests
 from reprise.rl.settings.config import TrainConfig
 from tests.hostile import server_sequences
 from tests.rl.server.test_client import SETTINGS

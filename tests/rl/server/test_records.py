@@ -9,7 +9,7 @@ import uuid
 
 import pytest
 
-from reprise.rl.server.account import Busy
+from reprise.rl.http.account import Busy
 from reprise.rl.server.records import FILE, CheckpointPath, Records, no_space
 
 

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import pytest
 
 from policies.make.characters import save_character_tokenizer
-from reprise.models import hf, transformer
-from reprise.rl.engine.config import EngineConfig
+from reprise.models.decoder import transformer
+from reprise.models.formats import hf
 from reprise.rl.gin.loader import ConfigError, load
-from reprise.rl.learner.algorithms import ALGORITHMS
+from reprise.rl.losses.algorithms import ALGORITHMS
 from reprise.rl.settings.checks import ahead_loss, check_correct_by, check_task_names
 from reprise.rl.settings.config import TrainConfig, recipe
 from reprise.rl.settings.inputs import open_inputs, remarks
+from reprise.rl.slots.config import EngineConfig
 from reprise.spec.budget.bandit import node_counts
 from reprise.spec.budget.config import TunerConfig
 from reprise.spec.config import SamplingConfig

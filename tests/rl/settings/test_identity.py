@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from reprise.models import lora, peft_files
-from reprise.models.hf_files import WEIGHTS
+from reprise.models.decoder import lora
+from reprise.models.formats import peft_files
+from reprise.models.formats.hf_files import WEIGHTS
 from reprise.rl.export import adapter_base
 from reprise.rl.gin.loader import load
 from reprise.rl.runtime.run_files import resolve_path

@@ -17,7 +17,7 @@ CHAT = runpy.run_path(str(Path(__file__).parents[2] / "golden" / "chat_cases.py"
 @pytest.fixture
 def noted(tmp_path):
     """Return the notes on a run whose data file has these rows."""
-    from reprise.models import tokenizer
+    from reprise.models.text import tokenizer
 
     CHAT["save_chatml_tokenizer"](tmp_path)
     words = tokenizer.load(tmp_path)

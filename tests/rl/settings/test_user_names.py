@@ -9,7 +9,7 @@ from command_runs import call_main
 
 from reprise.rl.commands import train
 from reprise.rl.gin.loader import ConfigError, dump, load
-from reprise.rl.learner.algorithms import AlgorithmConfig
+from reprise.rl.losses.algorithms import AlgorithmConfig
 from reprise.rl.settings import identity
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import open_inputs

@@ -10,7 +10,8 @@ import pytest
 from loop_runs import assert_same_run, finish, texts
 
 from policies.make.characters import save_character_tokenizer
-from reprise.models import hf, transformer
+from reprise.models.decoder import transformer
+from reprise.models.formats import hf
 from reprise.rl.gin.loader import load
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import open_inputs

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from trajectories import trajectory
 
-from reprise.rl.engine.stats import EngineStats
+from reprise.rl.records.stats import EngineStats
 from reprise.rl.records.trajectory import Origin
 from reprise.rl.speculation.config import MAX_SAMPLES, ReuseConfig, check_coupling
 from reprise.rl.speculation.reuse import Reuse, remember
@@ -15,7 +15,7 @@ from reprise.spec.reuse.agreement import FIRST_RATE, Agreement, RunMisses, miss_
 from reprise.spec.reuse.renewal import Renewal, renewed_name
 from reprise.spec.reuse.rollout_cache import RolloutCache
 from reprise.spec.round_times import RunSeconds, StepSeconds
-from reprise.spec.sampling import NOISE_NAMES
+from reprise.spec.verification.sampling import NOISE_NAMES
 
 KEYS, PROMPTS, NUMBERS = ["a", "b"], [(1, 2, 3), (4, 5)], [7, 11]
 

@@ -15,9 +15,9 @@ from reprise.rl.engine.engine import Engine
 from reprise.rl.learner import trainer
 from reprise.rl.metrics.writer import read_metrics, step_rows
 from reprise.rl.records.trajectory import Request
+from reprise.rl.sessions.ahead_engine import AheadEngine, Prefetched
 from reprise.rl.steps import ahead as run_ahead
 from reprise.rl.steps.ahead import agreeing, prefetch_metrics
-from reprise.rl.workers.ahead_engine import AheadEngine, Prefetched
 from reprise.rl.workers.messages import WorkerError
 from tests.support.tiny_run import rewarded
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from trajectories import trajectory
 
-from reprise.rl.engine.stats import EngineStats
 from reprise.rl.exchange.responses import in_order
+from reprise.rl.records.stats import EngineStats
 from reprise.rl.records.trajectory import FinishReason
 from reprise.rl.rewards.scores import Score
 from reprise.rl.steps.held_groups import held_state, load_held, whole_groups

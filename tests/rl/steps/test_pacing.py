@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from reprise.rl.engine.stats import EngineStats, RoundRecord
+from reprise.rl.records.stats import EngineStats, RoundRecord
 from reprise.rl.steps.pacing import Pacing, pace_of
 from reprise.rl.steps.rollouts import Prompts
 from reprise.sched.policies.histopipe import Pace

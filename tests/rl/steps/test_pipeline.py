@@ -15,20 +15,21 @@ from loop_runs import finish, stop_after
 from run_settings import DRAFTS, PIPELINE, SETTINGS, Deferring
 from trajectories import trajectory
 
-from reprise.models import hf
+from reprise.models.formats import hf
 from reprise.rl.checkpoint import reader
 from reprise.rl.data.prompts import DataOrder, prompts_for_step
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec
-from reprise.rl.engine.stats import EngineStats
 from reprise.rl.exchange import responses
 from reprise.rl.gin.loader import load
 from reprise.rl.learner import trainer
 from reprise.rl.learner.optimizer import TrainState
 from reprise.rl.metrics.writer import read_metrics
+from reprise.rl.records.stats import EngineStats
 from reprise.rl.records.trajectory import Request
 from reprise.rl.rewards.scores import Score
 from reprise.rl.runtime.signals import Stopped
+from reprise.rl.sessions.multi_engine import MultiEngine
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import open_inputs
 from reprise.rl.speculation import sources
@@ -37,11 +38,10 @@ from reprise.rl.steps import step as run_step
 from reprise.rl.workers.config import SchedConfig
 from reprise.rl.workers.engines import split_devices
 from reprise.rl.workers.messages import WorkerError
-from reprise.rl.workers.multi_engine import MultiEngine
 from reprise.sched.policies import histopipe
 from reprise.sched.policies.histopipe import HistoPipe
 from reprise.spec.retrieval.history import LastResponseDrafter
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 from tests.support import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device")  # several: test_loop_workers.py

@@ -20,16 +20,16 @@ from reprise.rl.exchange import responses
 from reprise.rl.exchange.responses import Partition, PeerFailed
 from reprise.rl.gin.loader import load
 from reprise.rl.learner import trainer
-from reprise.rl.learner.gathering import on_host
 from reprise.rl.metrics.writer import Timings
 from reprise.rl.run.loop import open_rollouts
 from reprise.rl.runtime.signals import Stopped, Watch
+from reprise.rl.sessions.ahead_engine import AheadEngine
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import open_inputs
 from reprise.rl.steps import pipeline
 from reprise.rl.steps.position import RunPosition
 from reprise.rl.steps.step import train_step
-from reprise.rl.workers.ahead_engine import AheadEngine
+from reprise.rl.weights.gathering import on_host
 from reprise.rl.workers.messages import WorkerError
 from tests.support import tiny_run
 from tests.support.stores import play

@@ -10,8 +10,8 @@ from trajectories import trajectory
 
 from reprise.rl.data.prompts import DataOrder, UnreadableExample
 from reprise.rl.data.tasks import Example
-from reprise.rl.engine.stats import EngineStats
 from reprise.rl.exchange.responses import Scorer, failures_text, in_order
+from reprise.rl.records.stats import EngineStats
 from reprise.rl.rewards.config import RewardConfig
 from reprise.rl.rewards.pool import RewardPool
 from reprise.rl.rewards.scores import Score

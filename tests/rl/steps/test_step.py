@@ -9,7 +9,7 @@ import pytest
 from trajectories import trajectory
 
 from reprise.rl.learner import trainer
-from reprise.rl.learner.algorithms import AlgorithmConfig
+from reprise.rl.losses.algorithms import AlgorithmConfig
 from reprise.rl.steps import step as run_step
 
 

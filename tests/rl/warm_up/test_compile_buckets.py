@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from shapes import ODD
 
-from reprise.models import transformer
 from reprise.models.config import MeshConfig
+from reprise.models.decoder import transformer
 from reprise.models.sharding import make_mesh
-from reprise.rl.engine import cache_ops
-from reprise.rl.engine.config import EngineConfig
 from reprise.rl.engine.engine import Engine
+from reprise.rl.slot_memory import cache_ops
+from reprise.rl.slots.config import EngineConfig
 from reprise.rl.speculation.config import DraftModelConfig
 from reprise.rl.speculation.device_drafters import DraftModel, LearnedDrafter, PerRunner
 from reprise.rl.warm_up.compile_buckets import lowered

@@ -19,9 +19,9 @@ import gc, json
 import jax, numpy as np
 from numba.core.registry import CPUDispatcher
 from tests.support.tiny_run import MODEL as model
-from reprise.models import transformer
+from reprise.models.decoder import transformer
 from reprise.rl.engine.engine import Engine
-from reprise.rl.engine.config import EngineConfig
+from reprise.rl.slots.config import EngineConfig
 from reprise.rl.warm_up.compile_buckets import compile_host_kernels
 from reprise.rl.speculation.reuse import remember
 from reprise.rl.speculation.sources import Speculation, SpeculationConfig
@@ -30,7 +30,7 @@ from reprise.rl.records.trajectory import Request
 from reprise.spec.budget.budget import FixedBudget
 from reprise.spec.round_times import RoundTimes
 from reprise.spec.reuse.rollout_cache import RolloutCache
-from reprise.spec.sampling import SamplingConfig, step_key
+from reprise.spec.verification.sampling import SamplingConfig, step_key
 
 params = transformer.init(model, jax.random.key(0))
 engine = Engine(model, EngineConfig(slots=4, min_slots=4, max_nodes=4, page_tokens=64))

@@ -5,10 +5,11 @@ import json
 import pytest
 import tiny_team
 
-from reprise.rl.commands.simulate import SimulateRun, play
 from reprise.rl.engine.engine import Engine
 from reprise.rl.gin.loader import load
 from reprise.rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
+from reprise.rl.simulation.config import SimulateRun
+from reprise.rl.simulation.rollouts import play
 from reprise.rl.warm_up import round_times, transfer_times
 from reprise.rl.warm_up.measured_run import (
     MoveTimes,

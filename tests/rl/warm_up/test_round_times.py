@@ -11,11 +11,11 @@ import pytest
 from loop_runs import counted_compilations
 from shapes import TINY
 
-from reprise.models import transformer
-from reprise.rl.engine.config import EngineConfig
+from reprise.models.decoder import transformer
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec
 from reprise.rl.records.trajectory import Request
+from reprise.rl.slots.config import EngineConfig
 from reprise.rl.speculation.config import SpeculationConfig
 from reprise.rl.speculation.sources import Speculation
 from reprise.rl.warm_up import compile_buckets, round_times, timed_fetches
@@ -25,7 +25,7 @@ from reprise.spec.budget.goodput import Goodput
 from reprise.spec.config import SamplingConfig
 from reprise.spec.reuse.prefix_rule import PrefixRule, parse_mode
 from reprise.spec.reuse.rollout_cache import CachedResponse
-from reprise.spec.sampling import step_key
+from reprise.spec.verification.sampling import step_key
 
 CONFIG = EngineConfig(
     slots=2, min_slots=2, page_tokens=16, rounds_per_fetch=4, max_nodes=2, prefill_rows=1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from reprise.models.folder import Folder
-from reprise.rl.engine.stats import RoundRecord
+from reprise.rl.records.stats import RoundRecord
 from reprise.rl.runtime.run_files import SECONDS_FILE
 from reprise.rl.speculation.config import SpeculationConfig
 from reprise.rl.speculation.sources import Speculation

@@ -9,7 +9,7 @@ from replay import RecordedTeam
 from tiny_team import PARAMS, assert_same_tokens, play, starts
 
 from reprise.rl.engine.engine import Engine
-from reprise.rl.engine.page_memory import PageMemory
+from reprise.rl.slot_memory.page_memory import PageMemory
 from reprise.rl.warm_up import transfer_times
 from reprise.rl.warm_up.measured_run import read_moves
 from reprise.rl.warm_up.rollout_programs import Reach

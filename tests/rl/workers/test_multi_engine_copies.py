@@ -21,7 +21,7 @@ from tiny_team import (
 
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec
-from reprise.rl.workers.multi_engine import Helpers
+from reprise.rl.sessions.multi_engine import Helpers
 from reprise.sched.protocol import Copy, Drop, Finished
 from reprise.sched.request import Kv, copy_of
 from reprise.spec.budget.budget import FixedBudget

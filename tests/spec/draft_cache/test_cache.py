@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from draft_model_reference import LONGEST, MODEL, POLICY, Host
 
-from reprise.models import kv_cache
-from reprise.rl.engine.config import EngineConfig
+from reprise.models.attention import kv_cache
+from reprise.rl.slots.config import EngineConfig
 from reprise.spec.config import SamplingConfig
 from reprise.spec.draft_cache import cache as draft_cache
 from reprise.spec.draft_cache.cache import DraftCache, PassSizes

@@ -22,8 +22,9 @@ from draft_model_reference import (
     slowly,
 )
 
-from reprise.models import kv_cache, transformer
+from reprise.models.attention import kv_cache
 from reprise.models.config import MeshConfig
+from reprise.models.decoder import transformer
 from reprise.models.sharding import make_mesh, param_shardings
 from reprise.spec.config import SamplingConfig
 from reprise.spec.draft_cache import cache as draft_cache

@@ -25,7 +25,8 @@ from eagle_folders import (
 )
 from safetensors.numpy import load_file
 
-from reprise.models import hf, transformer
+from reprise.models.decoder import transformer
+from reprise.models.formats import hf
 from reprise.spec.eagle import files as eagle_files
 from reprise.spec.eagle import model as eagle
 from reprise.spec.eagle.model import EagleWeights

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reprise.spec.eagle.training_data import HiddenStates, pack
+from reprise.spec.eagle_training.training_data import HiddenStates, pack
 
 WIDTH = 3
 

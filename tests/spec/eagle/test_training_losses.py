@@ -16,9 +16,9 @@ from programs import largest_array
 
 from reprise.models.config import ModelConfig
 from reprise.spec.eagle import model as eagle
-from reprise.spec.eagle import training
 from reprise.spec.eagle.model import SharedParams
-from reprise.spec.eagle.training import unrolled_outputs
+from reprise.spec.eagle_training import training
+from reprise.spec.eagle_training.training import unrolled_outputs
 
 # D = V = 2 with the identity as head: states are logits. Norm eps 0.
 TINY = ModelConfig("llama", 2, 2, 1, 1, 1, 2, 2, norm_eps=0.0)

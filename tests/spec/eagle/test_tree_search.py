@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from dense_cache import dense_cache, own_pages
 
-from reprise.models import kv_cache, transformer
-from reprise.models.attention import attend, causal_mask
+from reprise.models.attention import kv_cache
+from reprise.models.attention.attention import attend, causal_mask
+from reprise.models.attention.kv_cache import PagedStates
 from reprise.models.config import ModelConfig
-from reprise.models.kv_cache import PagedStates
-from reprise.spec import sampling
+from reprise.models.decoder import transformer
 from reprise.spec.draft_cache import drafting
 from reprise.spec.draft_cache.drafting import END_COLUMNS
 from reprise.spec.eagle import model as eagle
@@ -23,6 +23,7 @@ from reprise.spec.eagle.config import EagleConfig
 from reprise.spec.eagle.drafter import TreeDrafting
 from reprise.spec.eagle.model import DeviceWeights
 from reprise.spec.eagle.tree_search import Search
+from reprise.spec.verification import sampling
 
 POLICY = ModelConfig(
     "qwen3", 23, 16, 4, 4, 2, 8, 24, qk_norm=True, tied_embeddings=True, max_positions=64

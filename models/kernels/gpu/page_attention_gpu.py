@@ -1,0 +1,411 @@
+"""Attention of tokens to blocks of keys in pages: the kernels for Hopper.
+
+A thread block has up to 64 rows (tokens of a slot, with the query heads of a key/value head), and
+one part of the blocks that these rows read (`models.kernels.gpu.hopper`). Blocks come by TMA into
+several buffers: while one is computed, the next blocks are copied. A second kernel joins the parts.
+
+N tiles of R = 64 rows, Y rows in use, K key/value heads, h head size, P pages, T positions of a
+page, L blocks in the list of a tile, X parts, D buffers, S side blocks. Formulas: see `hopper`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from reprise.models.kernels.gpu.hopper import (
+    H100_BUFFER_BYTES,
+    PART_TOKENS,
+    ROWS,
+    Parts,
+    Softmax,
+    WarpGroup,
+    across,
+    shared_sums,
+    shared_tiles,
+)
+from reprise.models.kernels.shared.page_reads import Reads, heads_of_rows, rows_by_head
+from reprise.models.kernels.shared.powers import LOG2_E, NEGATIVE
+
+ROWS_AT_ONCE = 8  # rows of sums per copy
+WHOLE = -1  # the path of a block that every row of its tile sees in full
+MAX_BUFFERS = 8
+
+
+def takes(head_dim: int, page_tokens: int, dtype: Any) -> str | None:
+    """Return None if the kernel takes these sizes, else the reason in one sentence."""
+    if head_dim not in (64, 128):
+        return f"expected a head size of 64 or 128, got {head_dim}; fix: use the portable attention"
+    if page_tokens not in (64, 128):
+        return (
+            f"expected pages of 64 or 128 positions, got {page_tokens}; "
+            "fix: use pages of 64 or 128 positions, or the portable attention"
+        )
+    if jnp.dtype(dtype) != jnp.dtype(jnp.bfloat16):
+        return (  # tensor cores multiply float32 as TF32
+            f"expected bfloat16 keys and values, got {jnp.dtype(dtype).name}; "
+            "fix: set Trainer.compute_dtype to bfloat16, or use the portable attention"
+        )
+    return None
+
+
+class Blocks(NamedTuple):
+    """The blocks of keys that each tile reads, in order of position; int32.
+
+    Blocks are halves or wholes of pages, then side blocks, from number P · T / 64 on. A row sees
+    blocks of its path up to its position, and blocks of the path `WHOLE`. The blocks of a part are
+    at `bound_NX[:, x : x + 2]`; `begins_NL` is 1 at the first block. Positions of pages from
+    `end_N` on are arbitrary.
+    """
+
+    number_NL: jax.Array
+    first_NL: jax.Array
+    path_NL: jax.Array
+    begins_NL: jax.Array
+    bound_NX: jax.Array
+    end_N: jax.Array
+
+
+def blocks_of(table_BN: jax.Array, reads: Reads, num_pages: int, page_tokens: int) -> Blocks:
+    """Return the blocks that tiles read."""
+    table_NX = jnp.take(table_BN, reads.row_N, axis=0, mode="clip")
+    length_N = reads.length_N
+    last_N = reads.last_N
+    paths = reads.paths
+    each = page_tokens // ROWS
+    N, max_pages = table_NX.shape
+    num_paths_N1 = jnp.ones((N, 1), jnp.int32) if paths is None else paths.num_N[:, None]
+    max_blocks = max_pages * each + (0 if paths is None else paths.blocks * paths.max_paths)
+    whole_N1 = jnp.where(last_N > 0, length_N // ROWS, 0)[:, None]
+    tail_N1 = jnp.maximum(-(-last_N[:, None] // ROWS) - whole_N1, 0)
+    at_NL = jnp.broadcast_to(jnp.arange(max_blocks, dtype=jnp.int32), (N, max_blocks))
+    behind_NL = jnp.maximum(at_NL - whole_N1, 0)
+    ways_N1 = jnp.maximum(num_paths_N1, 1)
+    nth_NL = behind_NL // ways_N1
+    path_NL = behind_NL % ways_N1
+    block_NL = jnp.where(at_NL < whole_N1, at_NL, whole_N1 + nth_NL)
+    page_NL = jnp.clip(block_NL // each, 0, max_pages - 1)
+    page_NL = jnp.maximum(jnp.take_along_axis(table_NX, page_NL, axis=1), 0)
+    number_NL = page_NL * each + block_NL % each
+    if paths is not None:
+        side_NL = (paths.first_N[:, None] + path_NL) * paths.blocks + nth_NL
+        number_NL = jnp.where(at_NL < whole_N1, number_NL, num_pages * each + side_NL)
+    part_blocks = PART_TOKENS // ROWS
+    begins_NL = (block_NL % part_blocks == 0) & (path_NL == 0)
+    edge_X = part_blocks * jnp.arange(-(-max_pages * each // part_blocks) + 1)
+    into_tail_NX = jnp.clip(edge_X - whole_N1, 0, tail_N1)
+    bound_NX = jnp.minimum(edge_X, whole_N1) + into_tail_NX * num_paths_N1
+    path_NL = jnp.where(at_NL < whole_N1, WHOLE, path_NL)
+    lists = number_NL, block_NL * ROWS, path_NL, begins_NL, bound_NX, last_N
+    return Blocks(*(x.astype(jnp.int32) for x in lists))
+
+
+def attend_tiles(
+    q_NKYh: jax.Array,
+    keys_PKTh: jax.Array,
+    values_PKTh: jax.Array,
+    table_BN: jax.Array,
+    position_NY: jax.Array,
+    path_NY: jax.Array,
+    reads: Reads,
+    sides_SK64h: Sequence[jax.Array] = (),
+    *,
+    interpret: Any = None,
+) -> jax.Array:
+    """Return the attention of tiles of Y ≤ 64 rows, [N, K, Y, h] in the dtype of the queries.
+
+    A row sees the whole blocks of its tile, and other blocks of its path up to its position.
+    """
+    Y = q_NKYh.shape[2]
+    P, _, T, _ = keys_PKTh.shape
+    q_NKRh = jnp.pad(q_NKYh, ((0, 0), (0, 0), (0, ROWS - Y), (0, 0)))
+    padding = (0, 0), (0, ROWS - Y)
+    out_NKRh = _attend_blocks(
+        q_NKRh,
+        keys_PKTh,
+        values_PKTh,
+        jnp.pad(position_NY, padding, constant_values=-1),
+        jnp.pad(path_NY, padding, constant_values=-1),
+        blocks_of(table_BN, reads, P, T),
+        sides_SK64h,
+        num_rows=Y,
+        interpret=interpret,
+    )
+    return out_NKRh[:, :, :Y]
+
+
+def _attend_blocks(
+    q_NKRh: jax.Array,
+    keys_PKTh: jax.Array,
+    values_PKTh: jax.Array,
+    position_NR: jax.Array,
+    path_NR: jax.Array,
+    blocks: Blocks,
+    sides_SK64h: Sequence[jax.Array] = (),
+    *,
+    num_rows: int = ROWS,
+    is_partial: bool = False,
+    interpret: Any = None,
+) -> Any:
+    """Return the attention of the first rows of tiles, [N, K, R, h] in the dtype of the queries.
+
+    With `is_partial`, return the softmax instead, float32 [N, K, R, h] and twice [N, K, R].
+    """
+    N, K, R, h = q_NKRh.shape
+    P, _, T, _ = keys_PKTh.shape
+    assert R == ROWS and values_PKTh.shape == keys_PKTh.shape == (P, K, T, h)
+    assert q_NKRh.dtype == keys_PKTh.dtype == values_PKTh.dtype
+    if why := takes(h, T, keys_PKTh.dtype):
+        raise ValueError(why)
+    L = blocks.number_NL.shape[1]
+    num_parts = blocks.bound_NX.shape[1] - 1
+    registers = WarpGroup(bool(interpret))
+    rows = -(-num_rows // ROWS_AT_ONCE) * ROWS_AT_ONCE
+    call = _Call(P, T, h, L, num_parts, rows, bool(sides_SK64h), registers)
+    varying = jax.typeof(q_NKRh).manual_axis_type  # under shard_map, results vary as queries do
+
+    def shaped(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
+
+    def softmax(*shape: int, rows: int = R) -> list[jax.ShapeDtypeStruct]:
+        return [shaped(*shape, rows, h), shaped(*shape, R), shaped(*shape, R)]
+
+    result = softmax(N, K) if is_partial else [shaped(N, K, R, h, dtype=q_NKRh.dtype)]
+    parts = plgpu.kernel(
+        partial(_part_kernel, call),
+        out_type=result if num_parts == 1 else softmax(num_parts, N, K, rows=rows),
+        scratch_types=call.scratch(),
+        grid=(K, num_parts, N),
+        grid_names=("head", "part", "tile"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        kernel_name="page_attention",
+    )(
+        position_NR,
+        path_NR,
+        *(x.reshape(-1) for x in blocks),
+        q_NKRh,
+        keys_PKTh,
+        values_PKTh,
+        *sides_SK64h,
+    )
+    if num_parts > 1:
+        num_N = jnp.sum(blocks.bound_NX[:, 1:] > blocks.bound_NX[:, :-1], axis=1, dtype=jnp.int32)
+        parts = plgpu.kernel(
+            partial(_join_kernel, call),
+            out_type=result,
+            scratch_types=[shared_tiles(ROWS, h), shared_sums(ROWS, h), plgpu.Barrier()],
+            grid=(K, N),
+            grid_names=("head", "tile"),
+            compiler_params=plgpu.CompilerParams(approx_math=True),
+            interpret=interpret,
+            kernel_name="page_attention_parts",
+        )(num_N, *parts)
+    return tuple(parts) if is_partial else parts[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The sizes of a call."""
+
+    num_pages: int
+    page_tokens: int
+    head_dim: int
+    max_blocks: int
+    num_parts: int
+    num_rows: int  # rows that parts write
+    has_sides: bool
+    registers: WarpGroup
+
+    @property
+    def buffers(self) -> int:
+        sums_bytes = ROWS * self.head_dim * 4
+        return min(MAX_BUFFERS, (H100_BUFFER_BYTES - sums_bytes) // (2 * ROWS * self.head_dim * 2))
+
+    def scratch(self) -> list[Any]:
+        """Return queries, keys, values and sums in shared memory, and barriers of copies."""
+        D = self.buffers
+        h = self.head_dim
+        barriers = [plgpu.Barrier(num_barriers=many) for many in (1, D, D)]
+        arrays = shared_tiles(ROWS, h), *[shared_tiles(D, ROWS, h)] * 2, shared_sums(ROWS, h)
+        return [*arrays, *barriers]
+
+    def copy(self, number: jax.Array, head: jax.Array, sources: Any, to: Any, barrier: Any) -> None:
+        """Copy a block of keys or values of a head from its page, or from the side blocks."""
+        pages, *sides = sources
+        each = self.page_tokens // ROWS
+        num_blocks = self.num_pages * each
+
+        @pl.when(number < num_blocks)
+        def _() -> None:
+            block = pages.at[jax.lax.div(number, each), head]
+            if each > 1:
+                block = block.at[pl.ds(jax.lax.rem(number, each) * ROWS, ROWS)]
+            plgpu.copy_gmem_to_smem(block, to, barrier)
+
+        if self.has_sides:
+
+            @pl.when(number >= num_blocks)
+            def _() -> None:
+                plgpu.copy_gmem_to_smem(sides[0].at[number - num_blocks, head], to, barrier)
+
+    def clear(self, values_Sh: Any, live: jax.Array) -> None:
+        """Set values after the live positions to 0, because 0 times NaN would be NaN."""
+
+        @pl.when(live < ROWS)
+        def _() -> None:
+            for j in range(0, self.head_dim, ROWS):
+                some_SR = values_Sh.at[:, j : j + ROWS]
+                is_live_SR = self.registers.positions(some_SR.shape, axis=0) < live
+                some_SR[...] = jnp.where(is_live_SR, self.registers.laid_out(some_SR[...]), 0)
+            plgpu.commit_smem()
+
+    def write(self, place: tuple, softmax: Softmax, results: Any, tile_Rh: Any) -> None:
+        """Write the softmax of a tile, or its attention through shared memory that is free."""
+        if len(results) > 1:
+            for to, x in zip(results, softmax, strict=True):
+                to[place] = x
+            return
+        tile_Rh[...] = softmax.attention().astype(tile_Rh.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(tile_Rh, results[0].at[place])
+        plgpu.wait_smem_to_gmem(0)
+
+    def write_part(self, place: tuple, softmax: Softmax, results: Any, sum_Rh: Any) -> None:
+        """Write the softmax of a part, with only a few rows of sums."""
+        sums, tops, totals = results
+        sum_Rh[...] = softmax.sum_Rh
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(sum_Rh.at[: self.num_rows], sums.at[place])
+        tops[place] = softmax.top_R
+        totals[place] = softmax.total_R
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _part_kernel(call: _Call, *refs: Any) -> None:
+    """Compute one part of a tile: add its blocks, in order, to the running softmax."""
+    position_NR, path_NR, number_X, first_X, path_X, begins_X, bound_X, end_N, q = refs[:9]
+    *arrays, q_Rh, keys_DSh, values_DSh, sum_Rh, of_queries, of_keys, of_values = refs[9:]
+    num_sources = 4 if call.has_sides else 2
+    sources = arrays[:num_sources]
+    results = arrays[num_sources:]
+    of_head, part, tile = (jax.lax.axis_index(x) for x in ("head", "part", "tile"))
+    first = tile * call.max_blocks + bound_X[tile * (call.num_parts + 1) + part]
+    steps = tile * call.max_blocks + bound_X[tile * (call.num_parts + 1) + part + 1] - first
+    registers = call.registers
+    D = call.buffers
+
+    def fetch(step: jax.Array) -> None:
+        @pl.when(step < steps)
+        def _() -> None:
+            buffer = jax.lax.rem(step, D)
+            number = number_X[first + step]
+            moving = (keys_DSh, of_keys), (values_DSh, of_values)
+            for i, (to, barrier) in enumerate(moving):
+                call.copy(number, of_head, sources[i::2], to.at[buffer], barrier.at[buffer])
+
+    def masked(step: jax.Array, scores_RS: jax.Array) -> jax.Array:
+        path_R = registers.along(path_NR.at[tile], axis=0)
+        position_R = registers.along(position_NR.at[tile], axis=0)
+        last_R = jnp.where(path_R == path_X[first + step], position_R, -1)
+        seen_RS = registers.positions(scores_RS.shape, axis=1) + first_X[first + step]
+        return jnp.where(seen_RS <= across(last_R, ROWS), scores_RS, NEGATIVE)
+
+    def of_block(step: jax.Array, parts: Parts) -> Parts:
+        buffer = jax.lax.rem(step, D)
+        path = path_X[first + step]
+        plgpu.barrier_wait(of_keys.at[buffer])
+        scale = call.head_dim**-0.5 * LOG2_E
+        scores_RS = registers.scores(q_Rh, keys_DSh.at[buffer], scale)
+        scores_RS = jax.lax.cond(path == WHOLE, lambda x: x, partial(masked, step), scores_RS)
+        parts = parts.next_if(begins_X[first + step] == 1, registers)
+        weights_RS, current = parts.current.weigh(scores_RS)
+        plgpu.barrier_wait(of_values.at[buffer])
+        live = jnp.where(path == WHOLE, ROWS, end_N[tile] - first_X[first + step])
+        call.clear(values_DSh.at[buffer], live)
+        current = current.with_values(registers, weights_RS, values_DSh.at[buffer])
+        fetch(step + D)
+        return Parts(current, parts.before)
+
+    @pl.when((steps > 0) | (part == 0))
+    def _() -> None:
+        plgpu.copy_gmem_to_smem(q.at[tile, of_head], q_Rh, of_queries)
+        for step in range(D):
+            fetch(jnp.int32(step))
+        plgpu.barrier_wait(of_queries)
+        parts = jax.lax.fori_loop(0, steps, of_block, Parts.over_none(registers, call.head_dim))
+        if call.num_parts == 1:
+            call.write((tile, of_head), parts.joined(), results, q_Rh)
+        else:
+            call.write_part((part, tile, of_head), parts.joined(), results, sum_Rh)
+
+
+def _join_kernel(call: _Call, num_N: Any, *refs: Any) -> None:
+    """Join the parts of a tile, in order."""
+    sums, tops, totals, *results, tile_Rh, part_Rh, copied = refs
+    registers = call.registers
+    place = tile, head = tuple(jax.lax.axis_index(x) for x in ("tile", "head"))
+
+    def with_part(part: jax.Array, before: Softmax) -> Softmax:
+        plgpu.copy_gmem_to_smem(sums.at[part, tile, head], part_Rh.at[: call.num_rows], copied)
+        rows = [registers.along(x.at[part, tile, head], axis=0) for x in (tops, totals)]
+        plgpu.barrier_wait(copied)
+        softmax = before.joined(Softmax(registers.tile(part_Rh), *rows))
+        plgpu.commit_smem()  # before the next part is copied there
+        return softmax
+
+    none = Softmax.over_none(registers, call.head_dim)
+    call.write(place, jax.lax.fori_loop(0, num_N[tile], with_part, none), results, tile_Rh)
+
+
+def attend_pages(
+    q_BWHh: jax.Array,
+    keys_PKTh: jax.Array,
+    values_PKTh: jax.Array,
+    table_BN: jax.Array,
+    length_B: jax.Array,
+    *,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the same as `page_attention_tpu.attend_pages`."""
+    B, W, H, _ = q_BWHh.shape
+    P, K, T, h = keys_PKTh.shape
+    assert H % K == 0
+    q_BKnRh = _row_tiles(q_BWHh, K)
+    n = q_BKnRh.shape[2]
+    q_NKRh = q_BKnRh.swapaxes(1, 2).reshape(B * n, K, ROWS, h)
+    row_N, length_N = (jnp.repeat(x, n) for x in (jnp.arange(B), length_B))
+    blocks = blocks_of(table_BN, Reads(row_N, length_N, length_N), P, T)
+    last_NR = jnp.broadcast_to(length_N[:, None] - 1, (B * n, ROWS)).astype(jnp.int32)
+    results = _attend_blocks(
+        q_NKRh,
+        keys_PKTh,
+        values_PKTh,
+        last_NR,
+        jnp.zeros_like(last_NR),
+        blocks,
+        num_rows=min(ROWS, W * H // K),
+        is_partial=True,
+        interpret=interpret,
+    )
+
+    def by_slot(x_NKRi: jax.Array) -> jax.Array:
+        x_BKnRi = x_NKRi.reshape(B, n, K, ROWS, -1).swapaxes(1, 2)
+        return heads_of_rows(x_BKnRi.reshape(B, K, n * ROWS, -1), W, H)
+
+    out, top, total = map(by_slot, results)
+    return out, top, total
+
+
+def _row_tiles(q_BWHh: jax.Array, num_kv_heads: int) -> jax.Array:
+    """Return [B, K, n, R, h], padded with rows of zeros."""
+    q_BKXh = rows_by_head(q_BWHh, num_kv_heads)
+    q_BKXh = jnp.pad(q_BKXh, ((0, 0), (0, 0), (0, -q_BKXh.shape[2] % ROWS), (0, 0)))
+    return q_BKXh.reshape(*q_BKXh.shape[:2], -1, ROWS, q_BKXh.shape[3])

@@ -1,0 +1,94 @@
+"""The Hopper kernel of attention to pages, interpreted, against float64; its races; its lowering.
+
+The interpreter runs copies, barriers and the softmax; for products of the tensor cores and layouts
+of registers the kernel has other code there.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+from kernel_interpreters import finding_races, has_races
+from page_reference import arrays, assert_close, h, only_live, reference
+
+from reprise.models.kernels.gpu.page_attention_gpu import attend_pages, takes
+
+H100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "cuda")
+TOLERANCE = 2e-2
+
+
+def simulate(q, k, v, table, lengths):
+    interpret = finding_races()
+    found = attend_pages(q, k, v, table, np.asarray(lengths), interpret=interpret)
+    return jax.block_until_ready(found), has_races()
+
+
+@pytest.mark.parametrize(
+    ("W", "G", "K", "T", "N", "lengths"),
+    [
+        (1, 1, 1, 128, 1, (1, 128, 0)),
+        (5, 4, 2, 64, 5, (65, 0, 320)),
+        (16, 5, 1, 64, 6, (384, 1, 200)),  # two tiles of rows
+        (1, 4, 1, 128, 16, (2048, 0, 1025)),  # two parts
+    ],
+)
+def test_partial_softmaxes_are_those_of_float64(W, G, K, T, N, lengths):
+    q, k, v, table = arrays(W, G, K, T, N, jnp.bfloat16)
+    wanted = reference(q, k, v, table, lengths)
+    found, races = simulate(q, k, v, only_live(table, lengths, T), lengths)
+    assert not races
+    assert_close(found, wanted, TOLERANCE)
+
+
+def test_numbers_behind_the_length_do_not_count():
+    q, k, v, table = arrays(1, 4, 1, 64, 2, jnp.bfloat16)
+    lengths = (70, 0, 128)
+    wanted = reference(q, k, v, table, lengths)
+    k, v = (x.at[table[0, 1], :, 6:].set(jnp.nan).at[table[1]].set(jnp.nan) for x in (k, v))
+    assert_close(simulate(q, k, v, table, lengths)[0], wanted, TOLERANCE)
+
+
+def test_a_page_of_another_slot_is_another_result():
+    q, k, v, table = arrays(1, 4, 1, 64, 2, jnp.bfloat16)
+    lengths = (128, 128, 128)
+    whole = simulate(q, k, v, table, lengths)[0]
+    table[0, 0], table[1, 0] = table[1, 0], table[0, 0]
+    other = simulate(q, k, v, table, lengths)[0]
+    assert np.abs(other[0][:2] - whole[0][:2]).max(axis=(1, 2, 3)).min() > 0.1
+    np.testing.assert_array_equal(other[0][2], whole[0][2])
+
+
+@pytest.mark.parametrize(("T", "width"), [(128, h), (64, h), (128, 64)])
+def test_it_lowers_for_an_h100(T, width):
+    args = [jax.ShapeDtypeStruct((6, 16, 8, width), jnp.bfloat16)]
+    args += [jax.ShapeDtypeStruct((99, 2, T, width), jnp.bfloat16)] * 2
+    args += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((6, 16), (6,))]
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H100)):
+        text = jax.export.export(
+            jax.jit(lambda *args: attend_pages(*args)),
+            platforms=["cuda"],
+            disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")],
+        )(*args).mlir_module()
+    assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ((80, 128, jnp.bfloat16), "64 or 128, got 80"),
+        ((128, 32, jnp.bfloat16), "64 or 128 positions, got 32"),
+        ((128, 64, jnp.float32), "got float32"),
+    ],
+)
+def test_what_it_does_not_take_is_said_in_a_sentence(sizes, says):
+    assert says in takes(*sizes) and "fix: " in takes(*sizes)
+    width, T, dtype = sizes
+    q, (k, v) = jnp.zeros((1, 1, 1, width), dtype), jnp.zeros((2, 2, 1, T, width), dtype)
+    with pytest.raises(ValueError, match=says):
+        attend_pages(q, k, v, jnp.zeros((1, 1), jnp.int32), jnp.zeros((1,), jnp.int32))
+
+
+def test_it_takes_what_models_have():
+    for width, T in ((64, 64), (128, 64), (128, 128)):
+        assert takes(width, T, "bfloat16") is None
