@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from reprise.rl.batches.data import Datum as Datum
     from reprise.rl.learner.objectives import Adam as Adam
     from reprise.rl.learner.objectives import LossSettings as LossSettings
+    from reprise.rl.metrics.writer import MetricsWriter as MetricsWriter
     from reprise.rl.metrics.writer import read_metrics as read_metrics
     from reprise.rl.python.api import Policy as Policy
     from reprise.rl.python.episode import Episode as Episode
     from reprise.rl.python.generate import generate as generate
+    from reprise.rl.python.questions import Questions as Questions
     from reprise.rl.records.trajectory import Request as Request
     from reprise.rl.settings.config import TrainConfig as TrainConfig
     from reprise.rl.settings.config import load_config as load_config
@@ -31,7 +33,9 @@ _MODULES = {
     "Datum": "reprise.rl.batches.data",
     "Episode": "reprise.rl.python.episode",
     "LossSettings": "reprise.rl.learner.objectives",
+    "MetricsWriter": "reprise.rl.metrics.writer",
     "Policy": "reprise.rl.python.api",
+    "Questions": "reprise.rl.python.questions",
     "Request": "reprise.rl.records.trajectory",
     "SamplingConfig": "reprise.spec.config",
     "TrainConfig": "reprise.rl.settings.config",

@@ -118,9 +118,11 @@ def _open(args: argparse.Namespace, overrides: Sequence[str]) -> Any:
     from reprise.rl.server.app import make_app
     from reprise.rl.server.records import Records
     from reprise.rl.server.service import Served
+    from reprise.rl.settings.unused import refuse_run_settings
 
     own = (RANK, TARGETS, BUDGET, *((NODES,) if devices.has_cpus_alone() else ()))
     settings = overrides if args.gin_file else (*own, *overrides)
+    refuse_run_settings(settings, is_served=True)
     policy = Policy(args.policy, *settings, files=args.gin_file)
     if policy.model.lora is None:
         raise ValueError("Policy.lora_rank=0: expected at least 1: clients train adapters")

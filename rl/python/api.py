@@ -24,7 +24,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +73,11 @@ from reprise.spec.config import SamplingConfig
 from reprise.spec.drafter import Drafter
 from reprise.spec.round_times import RoundTimes
 
+if TYPE_CHECKING:
+    from reprise.rl.exchange.responses import Scorer
+    from reprise.rl.run.evaluation import Answers
+    from reprise.rl.settings.eval_sets import EvalSets
+
 __all__ = [
     "LOSSES",
     "Adam",
@@ -86,7 +91,9 @@ __all__ = [
     "complete",
 ]
 PLAIN = 'Speculation.budget="off"'
-NUM_CALLS = "num_calls"  # of samples without a seed, in the host state of saved states
+# in the host state of saved states: the number of samples without a seed; what they may reuse
+NUM_CALLS = "num_calls"
+REUSE = "reuse"
 CustomLoss = Callable[[list[jax.Array]], jax.Array]  # of the log-probs of each datum
 
 
@@ -171,7 +178,12 @@ class Policy:
         return twin
 
     def _with(self, adapter: Params) -> Self:
-        """Return another policy with this adapter."""
+        """Return another policy with this adapter. Raises ValueError with a `Reuse.mode`."""
+        if self._rollouts.reuse.mode.repeats:
+            raise ValueError(
+                f"Reuse.mode={self.config.reuse.mode!r}: adapters of one policy share its "
+                "responses, and must not reuse those of another adapter; fix: a Policy for each"
+            )
         twin = copy.copy(self)
         twin._total = twin._now = None
         twin._state = self._fresh(adapter)
@@ -206,11 +218,19 @@ class Policy:
         on_round: OnRound | None = None,
     ) -> list[list[Sample]]:
         """Return `n` responses to each prompt from the current policy (`Sampler.sample`)."""
-        if self._now is None:
-            self._now = self._sampler(self._state.params)
-        return self._now.sample(
+        return self._current().sample(
             prompts, n, sampling, seed, drafts=drafts, drafter=drafter, on_round=on_round
         )
+
+    def answers(self, evals: EvalSets, scorer: Scorer) -> list[Answers]:
+        """Return the scored responses to the questions of evaluations (`Questions.evaluate`)."""
+        return self._current().answers(evals, scorer)
+
+    def _current(self) -> Sampler:
+        """Return a sampler of the current weights."""
+        if self._now is None:
+            self._now = self._sampler(self._state.params)
+        return self._now
 
     @property
     def round_times(self) -> RoundTimes | None:
@@ -384,6 +404,7 @@ class Policy:
         host = {
             "contents": dict(self._rollouts.inputs.contents),
             NUM_CALLS: self._rollouts.num_calls,
+            REUSE: self._rollouts.reuse_state(),
         }
         with Checkpointer(folder, settings, keeps_all=True) as checkpoints:
             checkpoints.save(self.version, self._state, host)
@@ -414,6 +435,7 @@ class Policy:
                     "loaded; fix: load an earlier state"
                 )
             rollouts.num_calls = max(rollouts.num_calls, restored.host.get(NUM_CALLS, 0))
+            rollouts.load_reuse_state(restored.host.get(REUSE, {}))
             self._state = state
         self._total = self._now = None
 

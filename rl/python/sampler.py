@@ -8,7 +8,7 @@ import hashlib
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -31,7 +31,7 @@ from reprise.rl.runtime.progress import progress
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import Inputs
 from reprise.rl.speculation.device_drafters import NO_DRAFTERS
-from reprise.rl.speculation.reuse import remember
+from reprise.rl.speculation.reuse import Reuse
 from reprise.rl.speculation.sources import Speculation, make_bandits
 from reprise.rl.warm_up import compile_buckets, kept_rounds, round_times
 from reprise.rl.warm_up.rollout_programs import Reach
@@ -39,9 +39,14 @@ from reprise.rl.weights.gathering import laid_out
 from reprise.rl.workers.engines import make_engine
 from reprise.spec.config import SamplingConfig
 from reprise.spec.drafter import Drafter
-from reprise.spec.reuse.rollout_cache import RolloutCache
+from reprise.spec.reuse.rollout_cache import CachedResponse, RolloutCache
 from reprise.spec.round_times import RoundTimes
 from reprise.spec.verification.sampling import step_key
+
+if TYPE_CHECKING:
+    from reprise.rl.exchange.responses import Scorer
+    from reprise.rl.run.evaluation import Answers
+    from reprise.rl.settings.eval_sets import EvalSets
 
 Prompt = str | Sequence[int]
 
@@ -51,7 +56,8 @@ class Sample:
     """A response: token ids, log-probs under the policy as sampled (float32 [n]), and text.
 
     `version` is the number of optimizer steps of the policy that drew the response. `is_drafted`,
-    bool [n], marks the tokens that a draft proposed and the policy drew as well.
+    bool [n], marks the tokens that a draft proposed and the policy drew as well, kept tokens of
+    `coupled` among them; `is_reused` marks the tokens that another `Reuse.mode` kept.
     """
 
     prompt_ids: tuple[int, ...]
@@ -62,13 +68,15 @@ class Sample:
     sampling: SamplingConfig
     version: int
     is_drafted: np.ndarray
+    is_reused: np.ndarray
 
 
 class Rollouts:
     """The engine that samples from a policy, and the drafts that its configuration enables.
 
     Policies with the same base and different adapters share this object. `num_calls` counts
-    samples without a seed, and `drawn` records how each response was drawn.
+    samples without a seed, `drawn` records how each response was drawn, and `cache` has the last
+    responses to each prompt, to draft from or to reuse.
     """
 
     def __init__(self, config: TrainConfig, inputs: Inputs, mesh: Mesh | None) -> None:
@@ -77,12 +85,29 @@ class Rollouts:
                 "Speculation.sources: samples have drafts of history, histospec, group, own and of "
                 f"your files, got {config.speculation.sources}"
             )
+        if config.reuse.schedule.startswith("clip_fraction"):
+            raise ValueError(
+                f"Reuse.schedule={config.reuse.schedule!r}: only rl.train knows the clipped share "
+                'of its updates; fix: "constant" or "linear:END:STEPS"'
+            )
         self.config = config
         self.inputs = inputs
         self.mesh = mesh
         place = engine_mesh(config, inputs.model, mesh)
         self.engine = make_engine(engine_settings(config, inputs.model), place)
-        self.cache = RolloutCache(config.rollout.cache_bytes, vocab_size=inputs.model.vocab_size)
+        self.cache = RolloutCache(
+            config.rollout.cache_bytes,
+            vocab_size=inputs.model.vocab_size,
+            epochs=config.reuse.epochs,
+        )
+        self.reuse = Reuse(
+            # the caller has the rewards, so no prompt is known to have taught nothing
+            dataclasses.replace(config.reuse, renew_groups=False),
+            self.cache,
+            seed=config.run.seed,
+            greedy=config.sampling.temperature == 0,
+        )
+        self._numbers: dict[str, int] = {}  # of prompts, by key, for noise that repeats
         self.speculation = open_speculation(config, self.cache)
         self.num_calls = 0
         self.drawn = DrawnResponses()
@@ -101,15 +126,51 @@ class Rollouts:
         mesh = self.engine.mesh
         return rounded if mesh is None else laid_out(rounded, specs, mesh)
 
+    def requests(
+        self, keys: Sequence[str], prompts: Sequence[Any], n: int, version: int
+    ) -> list[Request]:
+        """Return `n` requests for each prompt, each with the response that it may reuse.
+
+        A response of these weights or of later ones is not reused: the policy would repeat it.
+        """
+        numbers = [self._numbers.setdefault(key, len(self._numbers)) for key in keys]
+        requests = self.reuse.requests(keys, prompts, numbers, n, step=version + 1)
+        if self.reuse.mode.couples_noise:  # which repeats on purpose
+            return requests
+        return [
+            r if _is_older(r.cached, version) else dataclasses.replace(r, cached=None)
+            for r in requests
+        ]
+
+    def reuse_state(self) -> dict[str, Any]:
+        """Return the responses to reuse and the numbers of their prompts, for a saved state."""
+        if not self.reuse.mode.repeats:
+            return {}
+        return {"responses": self.cache.state(), "keys": list(self._numbers)}
+
+    def load_reuse_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `reuse_state`; without one, forget all responses."""
+        if not self.reuse.mode.repeats:
+            return
+        empty = RolloutCache().state()
+        self.cache.load_state(state.get("responses", empty))
+        self._numbers = {key: number for number, key in enumerate(state.get("keys", ()))}
+
     def drafts(
-        self, weights: Params, keys: Sequence[str], prompts: Sequence[Any], n: int
+        self,
+        weights: Params,
+        keys: Sequence[str],
+        prompts: Sequence[Any],
+        n: int,
+        last: Mapping[int, np.ndarray],
     ) -> DrafterFactory:
+        """Return the drafters of a call; `last` are the responses to reuse, by request id."""
         if needs_times(self.speculation):
             with progress() as show:
                 on_compiled = partial(show.compiling, "samples")
                 times = warm_up(self.config, self.engine, weights, on_compiled)
             self.speculation = open_speculation(self.config, self.cache, times)
-        return self.speculation.drafter_factory(keys, prompts, group_size=n)
+        return self.speculation.drafter_factory(keys, prompts, last, group_size=n)
 
     def noise_key(self, seed: int | None) -> jax.Array:
         """Return the key of `seed`, or without a seed, of `Run.seed` and the next call number.
@@ -135,7 +196,16 @@ class Rollouts:
             sampling=sampling,
             version=version,
             is_drafted=t.origins == Origin.ACCEPTED,
+            is_reused=t.origins == Origin.REUSED,
         )
+
+
+def _is_older(response: CachedResponse | None, version: int) -> bool:
+    """Return whether weights before `version` drew every token of a response, if there is one."""
+    if response is None:
+        return True
+    assert response.scores is not None
+    return bool(np.all(response.scores.policy_versions < version))
 
 
 def open_speculation(
@@ -207,9 +277,15 @@ class Sampler:
         """Return `n` responses to each prompt, which is a text or token ids.
 
         Tokens are a function of weights, prompts, `n`, `sampling` and `seed`; neither `drafter` nor
-        configured drafts change any token. With `drafts` False, the call decodes plainly and leaves
-        no history to draft from. Without a seed, each call uses new noise, and a program
-        that makes the same calls draws the same tokens. `on_round` is called periodically with the
+        configured drafts change any token. With `drafts` False, the call decodes plainly, reuses
+        nothing, and leaves no response to draft from or to reuse. Without a seed, each call uses
+        new noise, and a program that makes the same calls draws the same tokens.
+
+        With a `Reuse.mode`, a response starts from the last response to its prompt with its sample
+        index and sampling, of an earlier version of the weights: `lenient` keeps some of its tokens
+        (`Sample.is_reused`), whose log-probs are computed anew. A prompt that a call repeats is
+        answered without reuse. With `coupled`, prompt and sample index name the noise, and a seed
+        is refused. `on_round` is called periodically with the
         numbers of finished responses and of tokens so far; raising there aborts the call. Raises
         ValueError for prompts that cannot run.
         """
@@ -217,30 +293,64 @@ class Sampler:
         inputs = self._rollouts.inputs
         sampling = sampling or rollouts.config.sampling
         ids = _check(inputs, prompts, n, sampling, seed)
-        requests = [
-            Request(g * n + i, prompt, g, i) for i in range(n) for g, prompt in enumerate(ids)
-        ]
-        keys = [hashlib.sha256(repr(prompt).encode()).hexdigest() for prompt in ids]
+        reuse = rollouts.reuse
+        reuses = drafts and reuse.mode.repeats
+        step = self.version + 1
+        rule = None
+        if reuses:
+            named = [repr((prompt, sampling)) for prompt in ids]
+            rule = reuse.rule(step, is_greedy=sampling.temperature == 0)
+        else:
+            named = [repr(prompt) for prompt in ids]
+        keys = [hashlib.sha256(name.encode()).hexdigest() for name in named]
+        if reuses:
+            requests = rollouts.requests(keys, ids, n, self.version)
+        else:
+            requests = [
+                Request(g * n + i, prompt, g, i) for i in range(n) for g, prompt in enumerate(ids)
+            ]
+        last = {r.request_id: r.cached.tokens for r in requests if r.cached is not None}
         with on_mesh(rollouts.mesh):
             made = draft_with(drafter)
             if drafter is None and drafts:
-                made = rollouts.drafts(self._weights, keys, ids, n)
+                made = rollouts.drafts(self._weights, keys, ids, n, last)
+            if reuses and reuse.mode.couples_noise:
+                if seed is not None:
+                    raise ValueError(
+                        f'seed: Reuse.mode="coupled" names the noise by prompt and sample index, '
+                        f"got the seed {seed}; fix: leave it out, or drafts=False"
+                    )
+                key = reuse.key(step)
+            else:
+                key = rollouts.noise_key(seed)
             spec = RolloutSpec(
                 self._weights,
                 sampling,
-                rollouts.noise_key(seed),
+                key,
                 inputs.model.eos_token_ids,
                 self.version,
                 made,
+                rule=rule,
                 words=inputs.token_bytes_for(sampling),
             )
             done = rollouts.engine.run(spec, requests, on_round=on_round)
-        if drafts and rollouts.speculation.keeps_history:
-            remember(rollouts.cache, keys, done, scored=False)
+        if drafts and (reuses or rollouts.speculation.keeps_history):
+            reuse.remember(keys, done, step, rollouts.cache)
         groups: list[list[Sample]] = [[] for _ in ids]
         for t in done:
             groups[t.group_id].append(rollouts.to_sample(t, sampling, self.version))
         return groups
+
+    def answers(self, evals: EvalSets, scorer: Scorer) -> list[Answers]:
+        """Return the scored responses to the questions of evaluations, as `rl.train` asks them."""
+        from reprise.rl.run import evaluation  # not needed to sample
+
+        rollouts = self._rollouts
+        inputs = dataclasses.replace(rollouts.inputs, evals=evals)
+        with on_mesh(rollouts.mesh):
+            return evaluation.respond(
+                rollouts.engine, self._weights, rollouts.config, inputs, scorer
+            )
 
     @property
     def adapter(self) -> Params:

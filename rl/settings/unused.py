@@ -77,7 +77,7 @@ def _changed(config: TrainConfig) -> list[str]:
     return changed
 
 
-# Sections and fields that `rl.python.api` and `rl.serve` do not read, with a replacement.
+# Sections and fields that `rl.python` and `rl.serve` do not read, with a replacement.
 _RUN_SETTINGS = {
     "Algorithm": "name a loss at forward_backward",
     "Checkpoint": "call save_state",
@@ -88,11 +88,9 @@ _RUN_SETTINGS = {
     "Drafter": "samples have no learned drafter",
     "DrafterTraining": "samples have no learned drafter",
     "Drafting": "samples have one engine",
-    "Eval": "sample and score the questions",
     "Metrics": "log what the calls return",
     "Optimizer": "give optim_step its Adam",
-    "Reuse": "every response is drawn anew",
-    "Reward": "score the samples",
+    "Reuse.renew_groups": "rewards are the caller's",
     "Run": "the loop is the caller's",
     "Sched": "samples have one engine",
     "Rollout.prompts_per_step": "give sample its prompts",
@@ -103,14 +101,21 @@ _RUN_SETTINGS = {
     "Trainer.on_nonfinite": "forward_backward raises ValueError",
 }
 _READ = {"Run.seed"}
+# Further sections that `rl.serve` does not read.
+_NOT_SERVED = {
+    "Eval": "sample and score the questions",
+    "Reuse": "every response is drawn anew",
+    "Reward": "score the samples",
+}
 
 
-def refuse_run_settings(settings: Sequence[str]) -> None:
-    """Raise ConfigError for a setting that only `rl.train` reads, not `rl.python` or `rl.serve`."""
+def refuse_run_settings(settings: Sequence[str], *, is_served: bool = False) -> None:
+    """Raise ConfigError for a setting that `rl.python`, or a server, does not read."""
+    unread = _RUN_SETTINGS | (_NOT_SERVED if is_served else {})
     for setting in settings:
         name = read_override(setting).name
         section = name.partition(".")[0]
-        instead = _RUN_SETTINGS.get(name) or _RUN_SETTINGS.get(section)
+        instead = unread.get(name) or unread.get(section)
         if instead and name not in _READ:
             raise ConfigError(
                 f"{name}: no effect here, only rl.train reads it; fix: leave it out: {instead}"

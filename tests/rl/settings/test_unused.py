@@ -4,7 +4,13 @@ import pytest
 
 from reprise.rl.gin.loader import ConfigError, load
 from reprise.rl.settings.config import TrainConfig
-from reprise.rl.settings.unused import _READ, _RUN_SETTINGS, refuse_run_settings, unused_settings
+from reprise.rl.settings.unused import (
+    _NOT_SERVED,
+    _READ,
+    _RUN_SETTINGS,
+    refuse_run_settings,
+    unused_settings,
+)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +45,7 @@ def test_settings_without_effect_are_named(overrides, notes):
 @pytest.mark.parametrize(
     "setting",
     [
-        *("Sched.workers=2", "Sched.policy='seer'", "Reuse.mode='coupled'", "Run.steps=3"),
+        *("Sched.workers=2", "Sched.policy='seer'", "Reuse.renew_groups=False", "Run.steps=3"),
         *("Optimizer.learning_rate=0.1", "Optimizer.first_moment='bfloat16'"),
         *("Trainer.minibatches=2", "Sampling.by_task=('a: top_k=3',)", "Rollout.group_size=4"),
     ],
@@ -50,10 +56,20 @@ def test_settings_that_only_a_run_reads_are_refused_elsewhere(setting):
         refuse_run_settings(["Run.seed=1", setting])
 
 
+@pytest.mark.parametrize(
+    "setting", ["Reuse.mode='coupled'", "Eval.samples=2", "Reward.per='group'"]
+)
+def test_settings_that_a_server_does_not_read_are_refused_there(setting):
+    name = setting.partition("=")[0]
+    refuse_run_settings([setting])
+    with pytest.raises(ConfigError, match=f"{name}: no effect here, only rl.train reads it; fix:"):
+        refuse_run_settings([setting], is_served=True)
+
+
 def test_all_that_are_refused_exist():
     config = load(TrainConfig)
     sections = {type(x).__name__.removesuffix("Config"): x for x in vars(config).values()}
-    for name in [*_RUN_SETTINGS, *_READ]:
+    for name in [*_RUN_SETTINGS, *_NOT_SERVED, *_READ]:
         section, _, field = name.partition(".")
         assert not field or hasattr(sections[section], field), name
         assert section in sections, name
