@@ -1,11 +1,18 @@
 """Settings of the documentation site; `make docs` builds it, and every warning is an error."""
 
+import shutil
+from pathlib import Path
+
 project = "Reprise"
 author = "The Reprise authors"
 copyright = author
 
-extensions = ["myst_parser"]
-source_suffix = {".md": "markdown"}
+HERE = Path(__file__).parent
+# pages are below the folder of this file; notebooks are shown with their stored outputs
+shutil.copytree(HERE.parent / "notebooks", HERE / "_notebooks", dirs_exist_ok=True)
+extensions = ["myst_nb"]
+nb_execution_mode = "off"
+source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "Reprise"

@@ -111,14 +111,15 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             *("assembly", "data", "engine", "exchange", "learner", "losses", "metrics"),
             *("rewards", "sessions", "settings", "warm_up", "workers"),
         },
-        "python": {
-            *("assembly", "batches", "checkpoint", "engine", "export", "gin", "learner"),
-            *("placement", "settings", "speculation", "warm_up", "weights", "workers"),
-        },
         "run": {
             *("assembly", "checkpoint", "cluster", "data", "engine", "exchange", "export"),
             *("gin", "learner", "metrics", "placement", "preflight", "rewards"),
             *("sessions", "settings", "steps", "warm_up", "weights", "workers"),
+        },
+        "python": {
+            *("assembly", "batches", "checkpoint", "data", "engine", "exchange", "export"),
+            *("gin", "learner", "placement", "rewards", "run", "settings", "speculation"),
+            *("warm_up", "weights", "workers"),
         },
         "server": {"http", "python"},
         "commands": {

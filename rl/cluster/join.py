@@ -266,7 +266,7 @@ def _lead(config: ClusterConfig, until_s: float) -> None:
                         f"two with {index}: give each its own"
                     )
                 numbers.add(index)
-        # the listener is closed by now: peers that go on connect to jax's service at this address
+        # the listener is closed: from here on, peers connect to jax's service at this address
         for peer in peers:
             with contextlib.suppress(OSError):
                 _send(peer, [NAME, wrong])

@@ -91,7 +91,7 @@ __all__ = [
     "complete",
 ]
 PLAIN = 'Speculation.budget="off"'
-# in the host state of saved states: the number of samples without a seed; what they may reuse
+# entries of the host state of saved states: samples without a seed; responses to reuse
 NUM_CALLS = "num_calls"
 REUSE = "reuse"
 CustomLoss = Callable[[list[jax.Array]], jax.Array]  # of the log-probs of each datum

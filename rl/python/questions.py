@@ -62,8 +62,8 @@ class Questions:
     def batch(self, step: int, size: int) -> list[Question]:
         """Return the questions at places step · size … (step + 1) · size − 1 of the data order.
 
-        The order is a new permutation in every epoch, by `Run.seed`, so a loop that goes on from a
-        saved state gets the questions that it would have got. Raises ValueError.
+        The order is a new permutation in every epoch, by `Run.seed`, so a loop that continues from
+        a saved state gets the same questions. Raises ValueError.
         """
         if step < 0 or size < 1:
             raise ValueError(f"expected a step of 0 or more and a size above 0, got {step}, {size}")

@@ -299,7 +299,9 @@ class Sampler:
         rule = None
         if reuses:
             named = [repr((prompt, sampling)) for prompt in ids]
-            rule = reuse.rule(step, is_greedy=sampling.temperature == 0)
+            rule = reuse.rule(step)
+            if rule is not None:
+                rule = dataclasses.replace(rule, greedy=sampling.temperature == 0)
         else:
             named = [repr(prompt) for prompt in ids]
         keys = [hashlib.sha256(name.encode()).hexdigest() for name in named]
@@ -342,7 +344,7 @@ class Sampler:
         return groups
 
     def answers(self, evals: EvalSets, scorer: Scorer) -> list[Answers]:
-        """Return the scored responses to the questions of evaluations, as `rl.train` asks them."""
+        """Return the scored responses to the questions of evaluations, as in `rl.train`."""
         from reprise.rl.run import evaluation  # not needed to sample
 
         rollouts = self._rollouts

@@ -61,17 +61,15 @@ class Reuse:
         """Return the noise key of a step; with `coupled` all steps have the same key."""
         return step_key(self._seed, COUPLED_STEP if self.mode.couples_noise else step)
 
-    def rule(self, step: int, *, is_greedy: bool | None = None) -> PrefixRule | None:
+    def rule(self, step: int) -> PrefixRule | None:
         """Return the rule that decides how much of a cached response is kept; None without reuse.
 
         Also None if `coupled` reuse is off because it lost time, which changes no token.
-        `is_greedy` is of the rollout; None: as in the run.
         """
         has_lost = self.mode.couples_noise and self._seconds.reuse_is_off
         if not self.mode.enabled or has_lost:
             return None
-        greedy = self._greedy if is_greedy is None else is_greedy
-        return PrefixRule(self.mode, self._at(step), self._seed, step, greedy)
+        return PrefixRule(self.mode, self._at(step), self._seed, step, self._greedy)
 
     def requests(
         self,

@@ -99,7 +99,7 @@ def test_policies_are_opened_in_one_place():
     }
     run, own_loop = "assembly/setup.py", "python/api.py"
     callers = {name for name, calls in found.items() if "run_mesh" in calls}
-    assert callers == {run, "assembly/meshes.py"}
+    assert callers == {run, "placement/meshes.py"}
     makers = {name for name, calls in found.items() if "make_learner" in calls}
     assert makers == {run, own_loop} and "open_mesh" in found[own_loop]
 

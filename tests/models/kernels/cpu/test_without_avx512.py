@@ -65,7 +65,7 @@ def run_without_avx512(*command):
 @needs_avx512
 def test_products_have_the_same_bits_without_avx512():
     program = (
-        "from tests.models.kernels import test_without_avx512 as kernels; "
+        "from tests.models.kernels.cpu import test_without_avx512 as kernels; "
         "print(kernels.HAS_WIDE_REGISTERS, kernels.digest())"
     )
     assert run_without_avx512("-c", program).split() == ["False", digest()]
@@ -74,7 +74,7 @@ def test_products_have_the_same_bits_without_avx512():
 @needs_avx512
 def test_attention_is_right_without_avx512():
     files = [
-        f"tests/models/kernels/{name}_cpu.py"
+        f"tests/models/kernels/cpu/{name}_cpu.py"
         for name in ("test_page_attention", "test_row_attention")
     ]
     chosen = "attends or alone or bfloat16 or outputs_and_gradients or whatever_follows"
