@@ -6,6 +6,7 @@
 | training | a gradient step of Qwen3-8B on eight TPU v5p | compiled_training.json |
 | preflights | the configurations of configs/real, by `rl.preflight` | preflights.json |
 | auto | `qwen3_8b_8xh100` with "auto" sizes, by `rl.preflight` | preflights_auto.json |
+| waits | loops and conditionals for which an H100 waits for the host | compiled_waits.json |
 
 Nothing runs; each target needs its compiler (`pip install "jax[tpu]"`, `"jax[cuda13]"`), no device.
 
@@ -14,6 +15,9 @@ Collectives are those of plain rounds and of rounds that verify eight nodes a sl
 gathered (all-gather and all-to-all: whole logits would be here, 311 MB), summed (all-reduce,
 reduce-scatter: activations) and passed (collective-permute: the edges of each device's part of the
 vocabulary).
+
+`waits` compiles rounds of Qwen3-0.6B, plain ones, of any trees, and of chains, and a gradient step,
+without and with top-k and top-p. A loop counts if only the device knows its number of iterations.
 
 A gradient step has one packed row a chip; temporaries are a chip's memory beside the arguments.
 """
@@ -27,7 +31,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks import environment, hlo
@@ -43,6 +47,14 @@ QWEN3 = ModelConfig(
 QWEN2 = ModelConfig(
     *("qwen2", 152064, 3584, 28, 28, 4, 128, 18944), qkv_bias=True, max_positions=32768
 )
+QWEN3_0_6B = ModelConfig(
+    *("qwen3", 151936, 1024, 28, 16, 8, 128, 3072),
+    qk_norm=True,
+    tied_embeddings=True,
+    max_positions=40960,
+)
+ONE_GPU = "h100:1x1x1"
+STEP_TOKENS = 4096  # of the gradient step of `waits`
 MODELS = {"qwen3_8b": QWEN3, "qwen2_5_7b": QWEN2}
 CONFIG = EngineConfig(slots=SLOTS, min_slots=SLOTS)
 CASES = (
@@ -69,9 +81,17 @@ GPU_SHARE = "0.92"  # of its memory that JAX is told to take, as the configurati
 
 
 def round_programs(
-    model: ModelConfig, target: Any, positions: int = POSITIONS
+    model: ModelConfig,
+    target: Any,
+    positions: int = POSITIONS,
+    names: Sequence[str] = ("plain", "verify"),
+    *,
+    may_cut: bool = True,
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name, the compiled program and the mesh of a plain and a verifying round."""
+    """Yield the name, the compiled program and the mesh of rounds.
+
+    `verify` is a round of any trees, `chains` one of a path for each slot.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -82,16 +102,21 @@ def round_programs(
     from reprise.rl.warm_up.rollout_programs import Pool, Reach
 
     mesh = rollout_mesh(devices_of(target), model.num_kv_heads)
-    engine = Engine(model, CONFIG, mesh=mesh, dtype=jnp.bfloat16)
+    engine = Engine(model, CONFIG, mesh=mesh, dtype=jnp.bfloat16, may_cut=may_cut)
     sampling = SamplingConfig(max_new_tokens=positions - PROMPT)
     with engine.mesh_context(), engine.shapes_only():
         specs = transformer.param_specs(model)
         shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, engine.dtype), specs)
         pool = Pool(engine, engine.place(shapes), sampling, Reach(SLOTS, PROMPT, speculative=True))
-        programs = {"plain": pool.plain_round(SLOTS), "verify": pool.verifying_round(SLOTS, NODES)}
-        for name, program in programs.items():
+        programs = {
+            "plain": pool.plain_round(SLOTS),
+            "verify": pool.verifying_round(SLOTS, NODES),
+            "chains": pool.verifying_round(SLOTS, NODES, chains=True),
+        }
+        for name in names:
             options = target.kind.compiler_options
-            yield name, lowered(engine, program).compile(compiler_options=options), mesh
+            compiled = lowered(engine, programs[name]).compile(compiler_options=options)
+            yield name, compiled, mesh
 
 
 # --- collectives --------------------------------------------------------------------------
@@ -126,6 +151,36 @@ def exchanged(model_name: str, target_name: str, layers: int) -> dict[str, Any]:
     return found
 
 
+# --- waits --------------------------------------------------------------------------------
+
+
+def waits(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Count waits for the host in rounds of `--layers` layers of Qwen3-0.6B on one H100."""
+    programs = waits_of(arguments.layers, may_cut=False)
+    with_cuts = waits_of(arguments.layers, may_cut=True)
+    programs |= {f"{name}, cuts": found for name, found in with_cuts.items()}
+    sizes = {"slots": SLOTS, "nodes": NODES, "positions": POSITIONS}
+    return {"kind": "compiled", "layers": arguments.layers, **sizes, "programs": programs}
+
+
+def waits_of(layers: int, *, may_cut: bool) -> dict[str, Any]:
+    """Return waits and temporaries of each program."""
+    target = parse_target(ONE_GPU)
+    prepare(target)
+    model = dataclasses.replace(QWEN3_0_6B, num_layers=layers)
+    names = ("plain", "verify", "chains")
+    rounds = round_programs(model, target, names=names, may_cut=may_cut)
+    programs = {name: program for name, program, _ in rounds}
+    step = gradient_step(model, STEP_TOKENS, "layer", devices_of(target), may_cut=may_cut)
+    programs["training"] = step.compile(compiler_options=target.kind.compiler_options)
+    found = dict[str, Any]()
+    for name, program in programs.items():
+        found[name] = hlo.waits(hlo.parse(program.as_text()))
+        num_bytes = program.memory_analysis().temp_size_in_bytes
+        found[name]["temporaries_mb"] = round(num_bytes / 1e6)
+    return found
+
+
 # --- training -----------------------------------------------------------------------------
 
 
@@ -135,7 +190,8 @@ def training(arguments: argparse.Namespace) -> dict[str, Any]:
     result = {"kind": "compiled", "target": TRAINING_TARGET, "model": "Qwen3-8B", "fsdp": CHIPS}
     for layers, tokens, remat, goal_gb in PROGRAMS:
         begin, devices = time.monotonic(), devices_of(target)
-        program = gradient_step(layers, tokens, remat, devices).compile()
+        model = dataclasses.replace(QWEN3, num_layers=layers)
+        program = gradient_step(model, tokens, remat, devices).compile()
         memory = program.memory_analysis()
         rows.append({"layers": layers, "row_tokens": tokens, "remat": remat})
         rows[-1] |= {
@@ -150,7 +206,9 @@ def training(arguments: argparse.Namespace) -> dict[str, Any]:
     return result | {"rows": rows}
 
 
-def gradient_step(layers: int, row_tokens: int, remat: str, devices: Any) -> Any:
+def gradient_step(
+    model: ModelConfig, row_tokens: int, remat: str, devices: Any, *, may_cut: bool = True
+) -> Any:
     """Return the step, lowered from shapes for these devices, over which `fsdp` splits weights."""
     import jax
     import jax.numpy as jnp
@@ -163,10 +221,10 @@ def gradient_step(layers: int, row_tokens: int, remat: str, devices: Any) -> Any
     from reprise.rl.learner import gradient_accumulation, trainer
     from reprise.rl.learner.config import TrainerConfig, TrainSpec
 
-    model = dataclasses.replace(QWEN3, num_layers=layers)
     mesh = make_mesh(MeshConfig(fsdp=len(devices)), devices)
     sizes: Any = {"remat": remat, "micro_batch_tokens": row_tokens}
-    recipe = TrainSpec(model, trainer=TrainerConfig(compute_dtype="bfloat16", **sizes))
+    trainer_config = TrainerConfig(compute_dtype="bfloat16", **sizes)
+    recipe = TrainSpec(model, trainer=trainer_config, may_cut=may_cut)
     static = {"network": trainer.POLICY, "recipe": recipe}
     whole = NamedSharding(mesh, PartitionSpec())
     by_row = NamedSharding(mesh, PartitionSpec(RULES["batch"]))
@@ -233,12 +291,15 @@ PARTS = {
     "training": training,
     "preflights": preflights,
     "auto": auto,
+    "waits": waits,
 }
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
         model, target, layers = sys.argv[2:]
         print(json.dumps(exchanged(model, target, int(layers))))
+    elif sys.argv[1:2] == ["--one_waits"]:
+        print(json.dumps(waits_of(int(sys.argv[2]), may_cut=False)))
     else:
         packages = ("jax", "jaxlib", "jax-cuda13-pjrt", "libtpu")
         environment.run(__doc__, PARTS, packages, layers=2)

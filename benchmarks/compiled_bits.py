@@ -88,7 +88,7 @@ def one(target_name: str, mode: str, layers: int) -> dict[str, Any]:
     model = dataclasses.replace(compiled.QWEN3, num_layers=layers)
     rounds = compiled.round_programs(model, target, positions)
     programs = {name: program for name, program, _ in rounds}
-    step = compiled.gradient_step(layers, ROW_TOKENS, "layer", devices_of(target))
+    step = compiled.gradient_step(model, ROW_TOKENS, "layer", devices_of(target))
     programs["training"] = step.compile(compiler_options=target.kind.compiler_options)
     return {name: figures(program) for name, program in programs.items()}
 

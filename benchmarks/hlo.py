@@ -84,6 +84,19 @@ class Module:
                 yield from self.run(called, times * one.trips)
 
 
+def waits(module: Module) -> dict[str, int]:
+    """Return the numbers of loops of an unknown number of iterations and of conditionals.
+
+    For each, XLA's runtime for GPUs copies a predicate to the host and waits, for a loop before
+    every iteration.
+    """
+    loops = conditionals = 0
+    for times, one, _ in module.run():
+        loops += times * (one.opcode == "while" and not _TRIPS.search(one.rest))
+        conditionals += times * (one.opcode == "conditional")
+    return {"unknown_loops": loops, "conditionals": conditionals}
+
+
 def parse(text: str) -> Module:
     """Return the computations of a program's text."""
     computations: dict[str, list[Instruction]] = {}

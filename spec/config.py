@@ -76,6 +76,11 @@ class SamplingConfig:
         """Return the draw scheme; `auto` counts as `cdf`."""
         return "cdf" if self.draw == "auto" else self.draw
 
+    @property
+    def may_cut(self) -> bool:
+        """True if top-k or top-p of any variant cuts."""
+        return any(one.top_k > 0 or one.top_p < 1 for one in self.variants)
+
     def with_scheme(self, *, verified: bool) -> SamplingConfig:
         """Resolve `auto`; `verified`: the run verifies earlier draws with the same noise."""
         if self.draw != "auto":

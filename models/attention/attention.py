@@ -63,7 +63,8 @@ class Trees:
     """Packed nodes by cache row: node m has place `place_M` in row `row_M`.
 
     Row b has up to W consecutive nodes, starting at `first_B`. `path_BWW[b, i, j]` says whether
-    node j of the row is its node i or an ancestor of node i. `parent_M` is −1 for roots.
+    node j of the row is its node i or an ancestor of node i. `parent_M` is −1 for roots. There are
+    at most `num_paths` paths: each root starts a path, and so does each child but a node's first.
     """
 
     row_M: jax.Array
@@ -71,6 +72,7 @@ class Trees:
     place_M: jax.Array
     first_B: jax.Array
     path_BWW: jax.Array
+    num_paths: int = struct.field(pytree_node=False)
 
 
 @struct.dataclass
@@ -232,7 +234,13 @@ def attend_nodes(
             q_MHh, k_MKh, v_MKh, after, lambda: _of_roots(q_MHh, k_MKh, v_MKh, cached, length_B)
         )
     length_M = jnp.take(length_B, trees.row_M, mode="clip")
-    after = After(trees.row_M, length_M, trees.parent_M, len(q_MHh), trees.path_BWW.shape[1])
+    after = After(
+        row_X=trees.row_M,
+        length_X=length_M,
+        parent_X=trees.parent_M,
+        num_paths=trees.num_paths,
+        width=trees.path_BWW.shape[1],
+    )
     return cached.of_new(
         q_MHh, k_MKh, v_MKh, after, lambda: _of_trees(q_MHh, k_MKh, v_MKh, cached, length_B, trees)
     )

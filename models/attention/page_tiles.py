@@ -27,7 +27,6 @@ from reprise.models.kernels.shared.page_reads import Paths, Reads
 from reprise.models.kernels.tpu import page_attention_tpu
 from reprise.models.kernels.tpu.softmax_tpu import KEYS
 
-PATHS_AT_ONCE = 16  # paths copied per step
 TPU_TOKENS = 64  # of a tile
 
 
@@ -196,30 +195,23 @@ class SidePaths:
         return SidePaths(path_X, num_B, first_B, source_SE, page_S * each + block_S % each)
 
     def copies(self, pages_PKTh: jax.Array, new_XKh: jax.Array) -> jax.Array:
-        """Return the keys or values of all existing paths, [S · E / R, K, R, h]."""
+        """Return the keys or values of all paths, [S · E / R, K, R, h].
+
+        All at once: a loop over the existing paths would wait for the host in every layer.
+        """
         S, E = self.source_SE.shape
         P, K, T, h = pages_PKTh.shape
         X = len(new_XKh)
-        n = min(PATHS_AT_ONCE, S)
         each = T // ROWS
         dtype = pages_PKTh.dtype
         held = pages_PKTh.reshape(P, K, each, ROWS, h)
-
-        def some(i: jax.Array, out: jax.Array) -> jax.Array:
-            first = jnp.minimum(i * n, S - n)
-            source_nE = jax.lax.dynamic_slice_in_dim(self.source_SE, first, n)
-            block_n = jax.lax.dynamic_slice_in_dim(self.block_S, first, n)
-            token_nE = jnp.where(source_nE < 0, X, source_nE)
-            x_nEKh = jnp.take(new_XKh.astype(dtype), token_nE, axis=0, mode="fill", fill_value=0)
-            x_nbKRh = x_nEKh.reshape(n, -1, ROWS, K, h).swapaxes(2, 3)
-            is_held_nR = source_nE[:, None, :ROWS, None] < 0
-            held_nKRh = held[block_n // each, :, block_n % each]
-            x_nKRh = jnp.where(is_held_nR, held_nKRh, x_nbKRh[:, 0])
-            x_YKRh = x_nbKRh.at[:, 0].set(x_nKRh).reshape(-1, K, ROWS, h)
-            return jax.lax.dynamic_update_slice_in_dim(out, x_YKRh, first * (E // ROWS), 0)
-
-        none = jax.lax.empty((S * E // ROWS, K, ROWS, h), dtype)
-        return jax.lax.fori_loop(0, -(-jnp.sum(self.num_B) // n), some, none)
+        token_SE = jnp.where(self.source_SE < 0, X, self.source_SE)
+        x_SEKh = jnp.take(new_XKh.astype(dtype), token_SE, axis=0, mode="fill", fill_value=0)
+        x_SbKRh = x_SEKh.reshape(S, E // ROWS, ROWS, K, h).swapaxes(2, 3)
+        is_held_SR = self.source_SE[:, None, :ROWS, None] < 0
+        held_SKRh = held[self.block_S // each, :, self.block_S % each]
+        first_SKRh = jnp.where(is_held_SR, held_SKRh, x_SbKRh[:, 0])
+        return x_SbKRh.at[:, 0].set(first_SKRh).reshape(-1, K, ROWS, h)
 
 
 def _last(group_X: jax.Array, num_groups: int) -> jax.Array:

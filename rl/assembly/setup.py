@@ -435,10 +435,13 @@ class RunBuilder:
 
 
 def make_learner(
-    config: TrainConfig, inputs: Inputs, mesh: Mesh | None
+    config: TrainConfig, inputs: Inputs, mesh: Mesh | None, *, any_sampling: bool = False
 ) -> tuple[Learner, TrainState]:
-    """Load the policy, and return the learner and the sharded training state."""
-    spec = recipe(config, inputs.model)
+    """Load the policy, and return the learner and the sharded training state.
+
+    Responses have the sampling of the configuration, or with `any_sampling` any.
+    """
+    spec = recipe(config, inputs.model, any_sampling=any_sampling)
     model = inputs.model
     dtype = jnp.float32 if model.lora is None else spec.trainer.dtype
     _, params = hf.load_pretrained(inputs.policy, mesh, dtype=dtype)

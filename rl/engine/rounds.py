@@ -22,7 +22,7 @@ from reprise.rl.slots.slot_table import SlotTable
 from reprise.spec.budget.budget import DraftDecision
 from reprise.spec.draft_cache.drafting import draft_rounds, unpack_rounds
 from reprise.spec.drafter import Drafts, LiveSlots
-from reprise.spec.verification.nodes import by_slot, pack, unpack_draws
+from reprise.spec.verification.nodes import are_chains, by_slot, pack, unpack_draws
 from reprise.spec.verification.verify import (
     chunks_alone,
     chunks_beside_roots,
@@ -96,6 +96,8 @@ class Rounds:
         assert taken_A is not None
         options = self._runner.verify_options(self._scheme, B, M)
         nodes_5M = pack(drafts, taken_A, live.rows_A, B, M, options["max_nodes"])
+        if self._runner.has_chains(B, M) and are_chains(nodes_5M[2]):
+            options = self._runner.verify_options(self._scheme, B, M, chains=True)
         if self._table.cached is not None and self._table.cached.given:
             self._table.cached.give(nodes_5M, self._table.emitted_B)
         result = self._round(nodes_5M, options)

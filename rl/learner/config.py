@@ -136,7 +136,8 @@ class TrainSpec:
 
     `total_steps` is the maximum number of optimizer steps of the whole run, and the length of
     schedules. Skipped steps (nothing to learn from, or not finite) do not advance schedules, so a
-    run that skips some stops before its schedule is complete.
+    run that skips some stops before its schedule is complete. Without `may_cut`, responses were
+    drawn without top-k and top-p.
     """
 
     model: ModelConfig
@@ -145,6 +146,7 @@ class TrainSpec:
     trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     total_steps: int = 1
+    may_cut: bool = dataclasses.field(default=True, kw_only=True)
 
     @property
     def recomputes_old(self) -> bool:

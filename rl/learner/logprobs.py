@@ -63,8 +63,15 @@ def logprobs_and_entropy(
         axes = rows_axis, vocab_axis
         logits_BCV = transformer.head(recipe.model, cast(head, dtype), hidden_BCD, axes)
         logits_BCV = constrain(logits_BCV, rows_axis, None, vocab_axis)
-        processing_BC = processing.broadcast(targets_BC.shape)
-        logprobs_BC, entropy_BC = log_probs(logits_BCV, targets_BC, *processing_BC, axes=axes)
+        temperature_BC, top_k_BC, top_p_BC = processing.broadcast(targets_BC.shape)
+        logprobs_BC, entropy_BC = log_probs(
+            logits_BCV,
+            targets_BC,
+            temperature_BC,
+            top_k_BC if recipe.may_cut else None,
+            top_p_BC if recipe.may_cut else None,
+            axes=axes,
+        )
         return logprobs_BC, jax.lax.stop_gradient(entropy_BC)
 
     chunk_tokens = recipe.trainer.logprob_chunk_tokens // ways_outside()

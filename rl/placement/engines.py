@@ -13,11 +13,12 @@ from reprise.rl.workers.engines import EngineSettings
 
 
 def engine_settings(
-    config: TrainConfig, model: ModelConfig, *, drafts: bool = True
+    config: TrainConfig, model: ModelConfig, *, drafts: bool = True, any_sampling: bool = False
 ) -> EngineSettings:
     """Return the settings of engines that answer with this policy.
 
-    Unless `drafts` is False, they keep the hidden states that a learned drafter reads.
+    Unless `drafts` is False, they keep the hidden states that a learned drafter reads. Requests
+    have the sampling of the configuration, or with `any_sampling` any.
     """
     shape = drafter_shape(config, model) if drafts else None
     return EngineSettings(
@@ -25,6 +26,7 @@ def engine_settings(
         config=config.engine,
         dtype=np.dtype(config.trainer.dtype).name,
         feature_layers=None if shape is None else shape.feature_layers,
+        may_cut=any_sampling or config.sampling.may_cut,
     )
 
 

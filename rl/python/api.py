@@ -137,7 +137,7 @@ class Policy:
         self._total: Accumulator | None = None
         self._now: Sampler | None = None  # until the next optimizer step
         with on_mesh(self._mesh):
-            self._learner, self._state = make_learner(config, inputs, self._mesh)
+            self._learner, self._state = make_learner(config, inputs, self._mesh, any_sampling=True)
             self._rollouts = Rollouts(config, inputs, self._mesh)
 
     def with_new_adapter(

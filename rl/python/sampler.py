@@ -94,7 +94,7 @@ class Rollouts:
         self.inputs = inputs
         self.mesh = mesh
         place = engine_mesh(config, inputs.model, mesh)
-        self.engine = make_engine(engine_settings(config, inputs.model), place)
+        self.engine = make_engine(engine_settings(config, inputs.model, any_sampling=True), place)
         self.cache = RolloutCache(
             config.rollout.cache_bytes,
             vocab_size=inputs.model.vocab_size,

@@ -148,7 +148,7 @@ class Stream:
         self._base = base
         self._places = _Places(places)
         self._report = report
-        self._engine = make_engine(engine_settings(config, model), mesh)
+        self._engine = make_engine(engine_settings(config, model, any_sampling=True), mesh)
         self._adapters = lora.no_adapters(model, rollouts.engine.dtype)
         self._speculation = open_speculation(config, RolloutCache(), has_history=True)
         self._has_drafts = False  # of this rollout

@@ -265,8 +265,11 @@ def drafter_shape(config: TrainConfig, model: ModelConfig) -> EagleConfig | None
     return shape_of(config.drafter, config.drafter_training, model)
 
 
-def recipe(config: TrainConfig, model: ModelConfig) -> TrainSpec:
-    """Return the static part of the training steps."""
+def recipe(config: TrainConfig, model: ModelConfig, *, any_sampling: bool = False) -> TrainSpec:
+    """Return the static part of the training steps.
+
+    Responses have the sampling of the configuration, or with `any_sampling` any.
+    """
     minibatches = min(config.trainer.minibatches, config.rollout.prompts_per_step)
     steps = config.run.steps * config.trainer.inner_updates * minibatches
     if steps >= 2**31:
@@ -275,5 +278,11 @@ def recipe(config: TrainConfig, model: ModelConfig) -> TrainSpec:
             f"Trainer.inner_updates={config.trainer.inner_updates:,} · {minibatches:,} minibatches"
         )
     return TrainSpec(
-        model, config.algorithm, config.trainer, config.optimizer, steps, critic=config.critic
+        model,
+        config.algorithm,
+        config.trainer,
+        config.optimizer,
+        steps,
+        critic=config.critic,
+        may_cut=any_sampling or config.sampling.may_cut,
     )

@@ -33,6 +33,7 @@ from reprise.spec.budget.budget import DraftDecision
 from reprise.spec.config import Draw, SamplingConfig
 from reprise.spec.draft_cache.drafting import Shape
 from reprise.spec.page_table import spread
+from reprise.spec.verification.verify import Draws
 
 T = TypeVar("T")
 # jax lists the shards of an array at its first read; concurrent threads can see a partial list
@@ -60,6 +61,7 @@ class ModelRunner:
     feature_layers: tuple[int, ...] | None = None
     clock: Callable[[], float] = time.perf_counter
     number: int = 0  # among the workers of a run
+    may_cut: bool = True  # whether top-k or top-p of any request cuts
     lockstep: Lockstep | None = None  # of a mesh that spans several processes
     longest_tokens: int = 0
     most_slots: int = 0
@@ -77,6 +79,8 @@ class ModelRunner:
     def check(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
         """Raise ValueError for requests that cannot run."""
         check_requests(self.model, requests, sampling)
+        assert self.may_cut or not sampling.may_cut, "an engine without cuts"
+        assert self.may_cut or not any(r.sampling and r.sampling.may_cut for r in requests)
 
     @property
     def is_cpu(self) -> bool:
@@ -263,12 +267,23 @@ class ModelRunner:
 
     def prompt_options(self, scheme: Draw) -> dict[str, Any]:
         """Return the static arguments of rounds that compute chunks of prompts or that draw."""
-        return {"config": self.model, "scheme": scheme}
+        return {"config": self.model, "draws": Draws(scheme, self.may_cut)}
 
-    def verify_options(self, scheme: Draw, num_slots: int, num_nodes: int) -> dict[str, Any]:
-        """Return the static arguments of `verify_round`."""
+    def verify_options(
+        self, scheme: Draw, num_slots: int, num_nodes: int, *, chains: bool = False
+    ) -> dict[str, Any]:
+        """Return the static arguments of `verify_round`; `chains`: no slot has two paths."""
         max_nodes = widest_tree(num_slots, num_nodes, self.config.max_nodes)
-        return {"config": self.model, "scheme": scheme, "max_nodes": max_nodes}
+        num_paths = num_slots if chains else num_nodes
+        sizes = {"max_nodes": max_nodes, "num_paths": num_paths}
+        return {**self.prompt_options(scheme), **sizes}
+
+    def has_chains(self, num_slots: int, num_nodes: int) -> bool:
+        """Return whether rounds of chains are separate programs.
+
+        GPUs copy keys and values of each path, and their number is static.
+        """
+        return not self.is_cpu and num_nodes > 2 * num_slots
 
     def draft_options(
         self, scheme: Draw, num_slots: int, decision: DraftDecision
@@ -279,7 +294,7 @@ class ModelRunner:
         if decision.tree_tokens >= tree_nodes:
             tree_nodes = widest_tree(num_slots, num_nodes, self.config.max_nodes)
         shape = Shape(num_nodes, tree_nodes, self.config.rounds_per_fetch)
-        return {"config": self.model, "scheme": scheme, "shape": shape}
+        return {**self.prompt_options(scheme), "shape": shape}
 
     def slot_arguments(
         self, ints_BC: np.ndarray, processing_B2: np.ndarray, key: jax.Array

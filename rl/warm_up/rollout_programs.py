@@ -150,7 +150,7 @@ class Pool:
                 # a rule also decides on tokens in rounds without draft tokens
                 beside = engine.config.sizes_beside_prompts(B)
                 for M in (B, *beside) if reuse else beside:
-                    yield Program(verify_round, partial(self._verify, B, M, chunks=True))
+                    yield from self._verify_rounds(B, M, chunks=True)
             for T, C in {prompts, *drawing}:
                 yield Program(cache_ops.write_chunks, partial(self._write_chunks, B, T, C))
 
@@ -159,15 +159,22 @@ class Pool:
         if self.reach.speculative or self.reach.reuse:
             for B, M, _ in round_buckets(self.engine, self.sampling, self.reach):
                 if M > B or self.reach.reuse:  # a rule decides, as above
-                    yield Program(verify_round, partial(self._verify, B, M))
+                    yield from self._verify_rounds(B, M)
+
+    def _verify_rounds(self, B: int, M: int, *, chunks: bool = False) -> Iterator[Program]:
+        """Yield the rounds of a size: of any trees, and of chains if that is a separate program."""
+        yield Program(verify_round, partial(self._verify, B, M, chunks=chunks))
+        if self.engine.has_chains(B, M):
+            arguments = partial(self._verify, B, M, chunks=chunks, chains=True)
+            yield Program(verify_round, arguments)
 
     def plain_round(self, B: int) -> Program:
         """Return rounds of `B` slots without draft tokens."""
         return Program(decode_rounds, partial(self.decode_arguments, B))
 
-    def verifying_round(self, B: int, M: int) -> Program:
-        """Return the round of `B` slots and `M` nodes."""
-        return Program(verify_round, partial(self._verify, B, M))
+    def verifying_round(self, B: int, M: int, *, chains: bool = False) -> Program:
+        """Return the round of `B` slots and `M` nodes, of any trees or of chains."""
+        return Program(verify_round, partial(self._verify, B, M, chains=chains))
 
     # -- rounds --------------------------------------------------------------------------
 
@@ -231,13 +238,13 @@ class Pool:
     def _settle(self, B: int) -> Arguments:
         return (self.engine.empty_cache(B), self.engine.empty_pending(B)), {}
 
-    def _verify(self, B: int, M: int, *, chunks: bool = False) -> Arguments:
+    def _verify(self, B: int, M: int, *, chunks: bool = False, chains: bool = False) -> Arguments:
         engine = self.engine
         nothing = no_drafts(0, 1)
         *state, stop_E = self._at_rest(B)
         nodes_5M = pack(nothing, nothing.count_A, np.zeros(0, np.int32), B, M, 1)
         chunks_TX = self._no_chunks(engine.config.prefill_rows) if chunks else None
-        options = engine.verify_options(self.sampling.scheme, B, M)
+        options = engine.verify_options(self.sampling.scheme, B, M, chains=chains)
         return (*state, engine.argument(nodes_5M), stop_E, chunks_TX), options
 
     # -- drafters on the device ----------------------------------------------------------

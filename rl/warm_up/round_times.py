@@ -253,7 +253,7 @@ def _valid_for(
         "workers": num_workers,
         "model": repr(engine.model),
         "dtype": str(engine.dtype),
-        "draw": sampling.scheme,
+        "draw": [sampling.scheme, engine.may_cut],
         "feature_layers": repr(engine.feature_layers),
         "cache": [engine.config.page_tokens, sorted(engine.first_slots)],
         "mesh": None if engine.mesh is None else repr(engine.mesh.shape),

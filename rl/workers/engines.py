@@ -21,13 +21,15 @@ from reprise.rl.workers.config import SchedConfig
 class EngineSettings:
     """The settings that the engines of a run share; other programs can receive them.
 
-    `dtype` is a name. Hidden states are kept as in `ModelRunner.feature_layers`.
+    `dtype` is a name. Hidden states are kept as in `ModelRunner.feature_layers`. Without `may_cut`,
+    programs have no top-k and top-p, and requests with either are refused.
     """
 
     model: ModelConfig
     config: EngineConfig
     dtype: str
     feature_layers: tuple[int, ...] | None = None
+    may_cut: bool = True
 
 
 def make_engine(
@@ -50,6 +52,7 @@ def make_engine(
         mesh=mesh,
         device=place if mesh is None else None,
         feature_layers=settings.feature_layers,
+        may_cut=settings.may_cut,
         number=number,
         lockstep=lockstep,
     )

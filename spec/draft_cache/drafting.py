@@ -26,10 +26,9 @@ from reprise.models.decoder import transformer
 from reprise.models.sharding import replicated
 from reprise.spec.drafter import PADDING, Drafts, Source
 from reprise.spec.verification import nodes as packed_nodes
-from reprise.spec.verification import sampling
 from reprise.spec.verification.nodes import NO_PARENT, Drawn, by_slot, pack_draws
 from reprise.spec.verification.sampling import Processing
-from reprise.spec.verification.verify import Slots, verify
+from reprise.spec.verification.verify import Draws, Slots, verify
 
 CHUNK_COLUMNS = ("row", "slot", "first")  # before the C tokens of a chunk
 # after the W tokens of a row; the last three as bits
@@ -177,7 +176,7 @@ class Shape(NamedTuple):
 
 @partial(
     jax.jit,
-    static_argnames=("config", "scheme", "drafting", "shape"),
+    static_argnames=("config", "draws", "drafting", "shape"),
     donate_argnames=("cache", "pending", "slots", "draft_cache"),
 )
 def draft_rounds(
@@ -193,7 +192,7 @@ def draft_rounds(
     scale_B: jax.Array,
     *,
     config: ModelConfig,
-    scheme: sampling.Draw,
+    draws: Draws,
     drafting: Drafting,
     shape: Shape,
 ) -> tuple[KVCache, Pending, Slots, KVCache, jax.Array]:
@@ -235,7 +234,7 @@ def draft_rounds(
         trees_3BN, count_B = _trees(drafts, ends.max_B, row_B, slots, scale_B, shape)
         nodes, place_BN = packed_nodes.of_trees(trees_3BN[0], trees_3BN[1], count_B, M)
         cache, pending, slots, drawn = verify(
-            config, params, cache, pending, slots, nodes, stop_E, scheme, max_nodes=N
+            config, params, cache, pending, slots, nodes, stop_E, draws, max_nodes=N
         )
         result = RoundResult(pending, drawn, slots, row_B)
         state = drafting.absorb(constants, (held, state[1]), result)

@@ -127,6 +127,18 @@ def _pack(tokens_AN, parents_AN, taken_A, request_B, max_drafts, table_5M):  # t
     return -1, -1
 
 
+@numba.njit(cache=True, nogil=True)
+def are_chains(parents_M):  # type: ignore[no-untyped-def]
+    """Return whether no node has two children, on the host."""
+    has_child_M = np.zeros(len(parents_M), np.bool_)
+    for parent in parents_M:
+        if parent >= 0:
+            if has_child_M[parent]:
+                return False
+            has_child_M[parent] = True
+    return True
+
+
 def roots(last_token_B: jax.Array) -> Nodes:
     """Return a root for every slot, without draft tokens: plain decoding."""
     slots_B = jnp.arange(last_token_B.shape[0], dtype=jnp.int32)
@@ -163,31 +175,32 @@ def planted(nodes: Nodes, last_token_B: jax.Array) -> Nodes:
     return dataclasses.replace(nodes, tokens_M=tokens_M)
 
 
-def trees(nodes: Nodes, num_slots: int, max_nodes: int) -> Trees:
-    """Return the trees of the nodes by slot; no slot has more than `max_nodes` nodes."""
+def trees(nodes: Nodes, num_slots: int, max_nodes: int, num_paths: int = 0) -> Trees:
+    """Return the trees of the nodes by slot; no slot has more than `max_nodes` nodes.
+
+    The trees have at most `num_paths` paths in total; 0: as many as nodes.
+    """
     M = len(nodes.slots_M)
     W = min(max_nodes, len(nodes.slots_M) - num_slots + 1)
     first_B = jnp.searchsorted(nodes.slots_M, jnp.arange(num_slots)).astype(jnp.int32)
     place_M = jnp.arange(M) - jnp.take(first_B, nodes.slots_M, mode="clip")
     node_BW = jnp.minimum(first_B[:, None] + jnp.arange(W), M - 1)
     above_BW = jnp.maximum(nodes.parents_M[node_BW] - first_B[:, None], -1)
-    return Trees(nodes.slots_M, nodes.parents_M, place_M, first_B, _paths(above_BW))
+    path_BWW = _paths(above_BW)
+    return Trees(nodes.slots_M, nodes.parents_M, place_M, first_B, path_BWW, num_paths or M)
 
 
 def _paths(above_BW: jax.Array) -> jax.Array:
     """Return mask[b, i, j]: place j is place i or one of its ancestors; bool [B, W, W]."""
-    places_W = jnp.arange(above_BW.shape[1])
-
-    def step(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        path_BWW, at_BW = carry
-        at_BW = jnp.where(
-            at_BW < 0, -1, jnp.take_along_axis(above_BW, jnp.maximum(at_BW, 0), axis=1)
-        )
-        return path_BWW | (at_BW[..., None] == places_W), at_BW
-
-    itself = jnp.broadcast_to(places_W, above_BW.shape)
-    start = jnp.broadcast_to(jnp.eye(len(places_W), dtype=bool), (*above_BW.shape, len(places_W)))
-    return jax.lax.while_loop(lambda carry: jnp.any(carry[1] >= 0), step, (start, itself))[0]
+    W = above_BW.shape[1]
+    places_W = jnp.arange(W)
+    up_BW = jnp.where(above_BW < 0, places_W, above_BW)  # a root is above itself
+    path_BWW = jnp.broadcast_to(jnp.eye(W, dtype=bool), (*above_BW.shape, W))
+    # each step doubles the generations: a loop to the depth of the trees would wait for the host
+    for _ in range((W - 1).bit_length()):
+        path_BWW = path_BWW | jnp.take_along_axis(path_BWW, up_BW[..., None], axis=1)
+        up_BW = jnp.take_along_axis(up_BW, up_BW, axis=1)
+    return path_BWW
 
 
 DRAWN = 1

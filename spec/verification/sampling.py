@@ -151,17 +151,23 @@ def _whole_sum(mass_V: jax.Array) -> jax.Array:
 
 
 def processed_logits(
-    logits_V: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array
+    logits_V: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array | None = None,
+    top_p: jax.Array | None = None,
 ) -> jax.Array:
     """Return logits after temperature, then top-k, then top-p; float32, −inf where cut.
 
     `logits_V` is [..., V]; the parameters have the leading shape and are traced, so that changing
     them compiles nothing. top-p keeps the smallest set of most likely tokens with a mass (after
-    top-k) of at least p. Rows of temperature 0 keep their unscaled logits.
+    top-k) of at least p. Without them, nothing is cut. Rows of temperature 0 keep their unscaled
+    logits.
     """
     greedy = temperature <= 0
     scale = jnp.where(greedy, 1.0, temperature)
     logits_V = logits_V.astype(jnp.float32) / scale[..., None]
+    if top_k is None or top_p is None:
+        return logits_V
 
     def least_k() -> jax.Array:
         def is_enough(kept_V: jax.Array) -> jax.Array:
@@ -302,8 +308,8 @@ def log_probs(
     logits_V: jax.Array,
     tokens: jax.Array,
     temperature: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
+    top_k: jax.Array | None = None,
+    top_p: jax.Array | None = None,
     axes: Axes = ROLLOUT_AXES,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the log-probability of given tokens, and the entropy, of the processed distribution.

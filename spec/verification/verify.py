@@ -53,6 +53,16 @@ class Slots:
         return replicated(self)
 
 
+class Draws(NamedTuple):
+    """The draws of an engine: the scheme, and whether any request may cut logits.
+
+    Without cuts, a program has no conditionals for top-k and top-p, which stall GPUs.
+    """
+
+    scheme: sampling.Draw
+    may_cut: bool = True
+
+
 LOGITS_AT_ONCE = 2**23  # per device: 32 MiB, in about five copies
 ON_ACCELERATORS = 4  # factor, since each part reads the head, which dominates the time there
 NO_TOKEN = -2  # no node has this token
@@ -96,10 +106,14 @@ def verify(
     slots: Slots,
     nodes: Nodes,
     stop_E: jax.Array,
-    scheme: sampling.Draw,
+    draws: Draws,
     max_nodes: int,
+    num_paths: int = 0,
 ) -> tuple[KVCache, Pending, Slots, Drawn]:
-    """Run one round: write pending entries, run all nodes, draw at every node, walk."""
+    """Run one round: write pending entries, run all nodes, draw at every node, walk.
+
+    The trees have at most `num_paths` paths in total; 0: as many as nodes.
+    """
     M = len(nodes.tokens_M)
     B = len(slots.active)
     cache = cache.written(pending)
@@ -110,7 +124,7 @@ def verify(
         nodes = dataclasses.replace(nodes, tokens_M=slots.last_token)
     else:
         nodes = packed_nodes.planted(nodes, slots.last_token)
-        trees = packed_nodes.trees(nodes, B, max_nodes)
+        trees = packed_nodes.trees(nodes, B, max_nodes, num_paths)
         depth_M = _of_nodes(_depths(trees), trees)
         of_slots = jax.tree.map(lambda x: jnp.take(x, nodes.slots_M, axis=0, mode="clip"), slots)
     positions_M = of_slots.length + depth_M
@@ -121,7 +135,7 @@ def verify(
         config, adapted, cache, nodes.tokens_M, positions_M, length_B, trees, nodes.chunks
     )
     tokens_M, logprobs_M, reused_M = _draw(
-        config, params, _Undrawn(hidden_XD[:M], nodes, of_slots, depth_M), scheme
+        config, params, _Undrawn(hidden_XD[:M], nodes, of_slots, depth_M), draws
     )
     if trees is None:
         emitted_M = room_B > 0
@@ -151,7 +165,7 @@ class _Undrawn(NamedTuple):
 
 
 def _draw(
-    config: ModelConfig, params: transformer.Params, undrawn: _Undrawn, scheme: sampling.Draw
+    config: ModelConfig, params: transformer.Params, undrawn: _Undrawn, draws: Draws
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the token after each node, its log-probability, and whether it was given; [M] each.
 
@@ -162,7 +176,7 @@ def _draw(
     undrawn = undrawn._replace(nodes=dataclasses.replace(undrawn.nodes, chunks=None))
     parts = _parts(len(undrawn.hidden_MD), config.vocab_size)
     if parts == 1:
-        return _draw_part(config, params, undrawn, scheme)
+        return _draw_part(config, params, undrawn, draws)
     ways = ways_in_use("batch")  # each device has some of its nodes in every part
 
     def cut(x_M: jax.Array) -> jax.Array:
@@ -173,7 +187,7 @@ def _draw(
         return x.reshape(parts, ways, -1).swapaxes(0, 1).reshape(-1)
 
     def drawn(part: _Undrawn) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return _draw_part(config, params, part, scheme)
+        return _draw_part(config, params, part, draws)
 
     return jax.tree.map(joined, jax.lax.map(drawn, jax.tree.map(cut, undrawn)))
 
@@ -188,16 +202,19 @@ def _parts(num_nodes: int, vocab_size: int) -> int:
 
 
 def _draw_part(
-    config: ModelConfig, params: transformer.Params, undrawn: _Undrawn, scheme: sampling.Draw
+    config: ModelConfig, params: transformer.Params, undrawn: _Undrawn, draws: Draws
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     hidden_MD, nodes, of_slots, depth_M = undrawn
     params = lora.for_rows(config, params, of_slots.adapter)
     logits_MV = constrain(transformer.head(config, params, hidden_MD), "batch", "vocab")
     keys_M = sampling.position_keys(of_slots.keys, (of_slots.emitted + depth_M)[:, None])[:, 0]
-    temperature_M, *cuts_M = of_slots.processing.broadcast(depth_M.shape)
-    processed_MV = sampling.processed_logits(logits_MV, temperature_M, *cuts_M)
+    temperature_M, top_k_M, top_p_M = of_slots.processing.broadcast(depth_M.shape)
+    if draws.may_cut:
+        processed_MV = sampling.processed_logits(logits_MV, temperature_M, top_k_M, top_p_M)
+    else:
+        processed_MV = sampling.processed_logits(logits_MV, temperature_M)
     mass = sampling.masses(processed_MV)
-    drawn_M, logprobs_M = sampling.draw(processed_MV, keys_M, temperature_M, scheme, mass)
+    drawn_M, logprobs_M = sampling.draw(processed_MV, keys_M, temperature_M, draws.scheme, mass)
     if nodes.given_M is None:
         return drawn_M, logprobs_M, jnp.zeros(drawn_M.shape, bool)
     given_M = nodes.given_M
@@ -218,7 +235,7 @@ def decode(
     cache: KVCache,
     slots: Slots,
     stop_E: jax.Array,
-    scheme: sampling.Draw,
+    draws: Draws,
     chunks: Chunks | None = None,
 ) -> tuple[KVCache, Slots, Drawn]:
     """Run one round with only roots; no entries may be pending.
@@ -238,7 +255,7 @@ def decode(
     roots = packed_nodes.roots(slots.last_token)
     depth_B = jnp.zeros_like(slots.length)
     tokens_B, logprobs_B, reused_B = _draw(
-        config, params, _Undrawn(hidden_BD, roots, slots, depth_B), scheme
+        config, params, _Undrawn(hidden_BD, roots, slots, depth_B), draws
     )
     emitted_B = room_B > 0
     slots = _advance(slots, emitted_B.astype(jnp.int32), tokens_B, stop_E)
@@ -284,7 +301,7 @@ def settle(cache: KVCache, pending: Pending) -> tuple[KVCache, Pending]:
 
 @partial(
     jax.jit,
-    static_argnames=("config", "scheme", "max_nodes"),
+    static_argnames=("config", "draws", "max_nodes", "num_paths"),
     donate_argnames=("cache", "pending", "slots"),
 )
 def verify_round(
@@ -297,8 +314,9 @@ def verify_round(
     chunks_TX: jax.Array | None,
     *,
     config: ModelConfig,
-    scheme: sampling.Draw,
+    draws: Draws,
     max_nodes: int,
+    num_paths: int = 0,
 ) -> tuple[KVCache, Pending, Slots, jax.Array, Entries | None]:
     """Run `verify`, compiled once per bucket (slots, nodes, positions).
 
@@ -311,14 +329,14 @@ def verify_round(
     if chunks_TX is not None:
         nodes = dataclasses.replace(nodes, chunks=Chunks.of_table(chunks_TX))
     cache, pending, slots, drawn = verify(
-        config, params, cache, pending, slots, nodes, stop_E, scheme, max_nodes
+        config, params, cache, pending, slots, nodes, stop_E, draws, max_nodes, num_paths
     )
     return cache, pending, slots.pinned(), replicated(pack_draws(drawn)), drawn.of_chunks
 
 
 @partial(
     jax.jit,
-    static_argnames=("config", "scheme"),
+    static_argnames=("config", "draws"),
     donate_argnames=("cache", "pending", "slots"),
 )
 def decode_beside_chunks(
@@ -330,17 +348,17 @@ def decode_beside_chunks(
     chunks_TX: jax.Array,
     *,
     config: ModelConfig,
-    scheme: sampling.Draw,
+    draws: Draws,
 ) -> tuple[KVCache, Pending, Slots, jax.Array, Entries]:
     """Run a round without drafts that also computes chunks; return what `verify_round` does."""
     cache, pending = settle(cache, pending)
     chunks = Chunks.of_table(chunks_TX)
-    cache, slots, drawn = decode(config, params, cache, slots, stop_E, scheme, chunks)
+    cache, slots, drawn = decode(config, params, cache, slots, stop_E, draws, chunks)
     assert drawn.of_chunks is not None
     return cache, pending, slots.pinned(), replicated(pack_draws(drawn)), drawn.of_chunks
 
 
-@partial(jax.jit, static_argnames=("config", "scheme"))
+@partial(jax.jit, static_argnames=("config", "draws"))
 def chunks_alone(
     params: transformer.Params,
     cache: KVCache,
@@ -349,7 +367,7 @@ def chunks_alone(
     given_2X: jax.Array,
     *,
     config: ModelConfig,
-    scheme: sampling.Draw,
+    draws: Draws,
 ) -> tuple[jax.Array, Entries]:
     """Compute chunks without nodes, at most one chunk per row; no entries may be pending.
 
@@ -368,7 +386,7 @@ def chunks_alone(
     depth_X = chunks.positions_TC.reshape(-1) - of_slots.length
     nodes = _chunk_nodes(chunks, given_2X)
     tokens_X, logprobs_X, reused_X = _draw(
-        config, params, _Undrawn(hidden_XD, nodes, of_slots, depth_X), scheme
+        config, params, _Undrawn(hidden_XD, nodes, of_slots, depth_X), draws
     )
     packed = pack_draws(Drawn(tokens_X, logprobs_X, chunks.slot_X >= 0, reused_X, None))
     return replicated(packed), entries
@@ -376,7 +394,7 @@ def chunks_alone(
 
 @partial(
     jax.jit,
-    static_argnames=("config", "scheme"),
+    static_argnames=("config", "draws"),
     donate_argnames=("cache", "pending", "slots"),
 )
 def chunks_beside_roots(
@@ -389,7 +407,7 @@ def chunks_beside_roots(
     given_2X: jax.Array,
     *,
     config: ModelConfig,
-    scheme: sampling.Draw,
+    draws: Draws,
 ) -> tuple[KVCache, Pending, Slots, jax.Array, Entries]:
     """Run a round of roots, and draw after each token of chunks, at most one chunk per idle row.
 
@@ -414,7 +432,7 @@ def chunks_beside_roots(
     roots = dataclasses.replace(roots, given_M=none_B, min_logprob_M=jnp.zeros(B, jnp.float32))
     nodes = jax.tree.map(lambda *parts: jnp.concatenate(parts), roots, of_chunks)
     undrawn = _Undrawn(hidden_MD, nodes, of_slots, positions_M - of_slots.length)
-    tokens_M, logprobs_M, reused_M = _draw(config, params, undrawn, scheme)
+    tokens_M, logprobs_M, reused_M = _draw(config, params, undrawn, draws)
     emitted_B = room_B > 0
     dtype = cache.values[0].dtype
     of_roots = entries.take(np.s_[:B], dtype)
@@ -434,7 +452,7 @@ def _chunk_nodes(chunks: Chunks, given_2X: jax.Array) -> Nodes:
 
 @partial(
     jax.jit,
-    static_argnames=("config", "scheme", "max_rounds"),
+    static_argnames=("config", "draws", "max_rounds"),
     donate_argnames=("cache", "pending", "slots"),
 )
 def decode_rounds(
@@ -447,7 +465,7 @@ def decode_rounds(
     stop_after: jax.Array,
     *,
     config: ModelConfig,
-    scheme: sampling.Draw,
+    draws: Draws,
     max_rounds: int,
 ) -> tuple[KVCache, Pending, Slots, jax.Array]:
     """Run up to `num_rounds` rounds without drafts on the device.
@@ -465,7 +483,7 @@ def decode_rounds(
 
     def step(carry: tuple) -> tuple:
         r, cache, slots, packed_3RB = carry
-        cache, slots, out = decode(config, params, cache, slots, stop_E, scheme)
+        cache, slots, out = decode(config, params, cache, slots, stop_E, draws)
         packed_3RB = jax.lax.dynamic_update_slice(packed_3RB, pack_draws(out)[:, None], (0, r, 0))
         return r + 1, cache, slots, packed_3RB
 

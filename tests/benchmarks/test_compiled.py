@@ -1,4 +1,4 @@
-"""Rounds of Qwen3-8B for eight H100s, compiled without one: they gather no logits."""
+"""Programs for H100s, compiled without one: no waits for the host, no logits gathered."""
 
 import json
 import os
@@ -26,6 +26,18 @@ def compiled(*command):
         pytest.skip("the compiler for GPUs is not installed: `make soak` does")
     assert not done.returncode, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_a_gpu_does_not_wait_for_the_host():
+    """The loop over plain rounds ends when requests do. The conditionals left are of greedy draws,
+    one for each part of the logits: XLA puts them into command buffers, without a wait."""
+    found = compiled("benchmarks.compiled", "--one_waits", "1")
+    loops = {name: one["unknown_loops"] for name, one in found.items()}
+    assert loops == {"plain": 1, "verify": 0, "chains": 0, "training": 0}
+    conditionals = {name: one["conditionals"] for name, one in found.items()}
+    assert conditionals == {"plain": 1, "verify": 4, "chains": 4, "training": 0}
+    assert found["chains"]["temporaries_mb"] < 0.5 * found["verify"]["temporaries_mb"]
 
 
 @pytest.mark.soak

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.hlo import bytes_of, collectives_of, parse
+from benchmarks.hlo import bytes_of, collectives_of, parse, waits
 
 TEXT = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[4,8]{1,0})->f32[16,8]}
 
@@ -129,3 +129,18 @@ def test_bytes_are_those_that_instructions_use():
 
     slice_, update = 64 + 4 + 64, 4 + 64 + 64  # read, index, written; of the array in place nothing
     assert bytes_of(parse(FUSED), of_kernel) == slice_ + 2 * 64 + 10_000 + update
+
+
+def test_loops_of_unknown_length_and_conditionals_are_counted():
+    def planted(x, n):
+        def some(i, x):  # twice in each of three known iterations
+            for _ in range(2):
+                x = jax.lax.cond(x.sum() > 0, lambda x: x * jnp.sin(x), lambda x: x - 1, x)
+            return x
+
+        x = jax.lax.fori_loop(0, 3, some, x)
+        return jax.lax.while_loop(lambda x: x.sum() < n, lambda x: jnp.cos(x) + x, x)
+
+    text = jax.jit(planted).lower(jnp.ones(8), 100.0).compile().as_text()
+    assert waits(parse(text)) == {"unknown_loops": 1, "conditionals": 6}
+    assert waits(parse(TEXT)) == {"unknown_loops": 0, "conditionals": 0}

@@ -107,7 +107,8 @@ def fresh_kernel():
     def kernel(params, cache, pending, slots, nodes_3M, scheme):
         stop_E = jnp.full(1, -1, jnp.int32)
         nodes = Nodes(*nodes_3M)
-        return verify.verify(MODEL, params, cache, pending, slots, nodes, stop_E, scheme, NODES)
+        draws = verify.Draws(scheme)
+        return verify.verify(MODEL, params, cache, pending, slots, nodes, stop_E, draws, NODES)
 
     return jax.jit(kernel, static_argnames="scheme", donate_argnums=(1, 2, 3))
 

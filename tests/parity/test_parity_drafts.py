@@ -17,8 +17,10 @@ from parity_drafters import (
 from parity_model import MODEL, ONE_SIZE, SAMPLINGS, TOLERANCE, differences, misscored
 from shapes import SPEC
 
+from reprise.rl.engine import rounds
 from reprise.rl.engine.engine import Engine
 from reprise.rl.records.trajectory import Origin
+from reprise.rl.slot_memory.model_runner import ModelRunner
 
 pytestmark = pytest.mark.parity
 
@@ -64,6 +66,26 @@ def test_random_trees(golden, rollout, engine, seed):
     got = rollout(name, drafter=RandomTrees(golden(name), seed))
     assert not differences(golden(name), got)
     assert 0 < engine.stats.accepted_tokens < engine.stats.drafted_nodes
+
+
+def test_rounds_of_chains_may_be_programs_of_their_own(golden, rollout, monkeypatch):
+    """As on accelerators, which copy the keys of each path."""
+    monkeypatch.setattr(ModelRunner, "has_chains", lambda self, B, M: M > 2 * B)
+    seen = set()
+    verify_round = rounds.verify_round
+
+    def noted(*args, **options):
+        (_, M), B = args[4].shape, len(args[3].active)
+        assert options["num_paths"] in (B, M)
+        if M > 2 * B:
+            seen.add("chains" if options["num_paths"] == B else "trees")
+        return verify_round(*args, **options)
+
+    monkeypatch.setattr(rounds, "verify_round", noted)
+    for drafter, expected in ((Oracle, "chains"), (Bushy, "trees")):
+        seen.clear()
+        assert not differences(golden("cool"), rollout("cool", drafter=drafter(golden("cool"))))
+        assert expected in seen and (expected == "trees" or len(seen) == 1)
 
 
 def test_bushes_of_any_size_across_pages(golden, rollout):

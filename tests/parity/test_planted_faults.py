@@ -86,9 +86,8 @@ def plant(monkeypatch, golden):
         def anew(*args, **kwargs):  # another function: jax keeps what it traced by function
             return step.__wrapped__(*args, **kwargs)
 
-        return jax.jit(
-            anew, static_argnames=("config", "scheme", "max_rounds", "max_nodes"), **options
-        )
+        static = ("config", "draws", "max_rounds", "max_nodes", "num_paths")
+        return jax.jit(anew, static_argnames=static, **options)
 
     def put(module, name, fault):
         monkeypatch.setattr(module, name, fault)

@@ -15,6 +15,7 @@ from reprise.models.decoder import transformer
 from reprise.models.sharding import fitting_sharding, make_mesh
 from reprise.rl.engine.engine import Engine
 from reprise.rl.engine.rollout_spec import RolloutSpec
+from reprise.rl.records.trajectory import Request
 from reprise.rl.slot_memory import cache_ops
 from reprise.rl.slot_memory.model_runner import ModelRunner
 from reprise.rl.slots.config import EngineConfig
@@ -163,6 +164,16 @@ def test_chunks_of_prompts_are_longer_on_accelerators():
     assert EngineConfig().chunk_tokens(4000, is_cpu=False) == 512
     assert EngineConfig().chunk_tokens(4000, is_cpu=True) == 64
     assert EngineConfig(page_tokens=16).chunk_tokens(20, is_cpu=True) == 32
+
+
+def test_an_engine_without_cuts_takes_no_request_with_one():
+    runner = ModelRunner(MODEL, PLAIN, may_cut=False)
+    plain, cut = SamplingConfig(max_new_tokens=4), SamplingConfig(max_new_tokens=4, top_p=0.5)
+    runner.check([Request(0, (1,), 0, 0)], plain)
+    for sampling, own in ((cut, None), (plain, cut)):
+        with pytest.raises(AssertionError):
+            runner.check([Request(0, (1,), 0, 0, sampling=own)], sampling)
+        ModelRunner(MODEL, PLAIN).check([Request(0, (1,), 0, 0, sampling=own)], sampling)
 
 
 def test_a_cpu_runs_programs_at_once_and_a_mesh_one_after_the_other(monkeypatch):

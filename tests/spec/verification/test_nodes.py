@@ -61,10 +61,13 @@ def test_siblings_with_one_token_are_refused_wherever_they_are(twin):
 PATHS = jax.jit(nodes._paths)
 
 
+@pytest.mark.parametrize("kind", ["tree", "chain"])
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 9, 33])
-def test_paths_of_random_trees(size):
+def test_paths_of_trees(size, kind):
     rng = np.random.default_rng(size)
     parents = [-1] + [int(rng.integers(-1, i)) for i in range(1, size)]
+    if kind == "chain":
+        parents = list(range(-1, size - 1))
     want = np.zeros((size, size), bool)
     for i in range(size):
         j = i
@@ -72,6 +75,14 @@ def test_paths_of_random_trees(size):
             want[i, j] = True
             j = parents[j]
     np.testing.assert_array_equal(PATHS(jnp.asarray([parents]))[0], want)
+
+
+def test_chains_are_told_from_trees():
+    drafts = stack([chain([7, 8]), BRANCHING, chain([])], 5)
+    rows_A = np.arange(3)
+    for taken, are_chains in (([2, 2, 0], False), ([2, 1, 0], True), ([0, 0, 0], True)):
+        table_5M = nodes.pack(drafts, np.array(taken), rows_A, 3, 12, 6)
+        assert nodes.are_chains(table_5M[2]) == are_chains, taken
 
 
 OF_TREES = jax.jit(nodes.of_trees, static_argnums=3)

@@ -69,6 +69,20 @@ def test_cuts_equal_those_by_sorting(V):
         np.testing.assert_allclose(got_RV[r], want_V, rtol=1e-6, err_msg=f"row {r}")
 
 
+def test_programs_without_cuts_have_the_bits_of_rows_that_are_not_cut():
+    rng = np.random.default_rng(0)
+    R, V = 60, 67
+    logits_RV = kinds_of_rows(rng, R, V)
+    temperature_R = rng.choice(np.array([0.0, 0.7, 1.0], np.float32), R)
+    off = np.zeros(R, np.int32), np.ones(R, np.float32)
+    want = PROCESSED(logits_RV, temperature_R, *off)
+    np.testing.assert_array_equal(PROCESSED(logits_RV, temperature_R), want)
+    tokens_R = rng.integers(0, V, R)
+    found = LOG_PROBS(logits_RV, tokens_R, temperature_R)
+    for x_R, y_R in zip(found, LOG_PROBS(logits_RV, tokens_R, temperature_R, *off), strict=True):
+        np.testing.assert_array_equal(x_R, y_R)
+
+
 def test_greedy_rows_are_neither_cut_nor_scaled():
     logits_RV = np.random.default_rng(0).standard_normal((3, 9)).astype(np.float32)
     got = PROCESSED(logits_RV, np.zeros(3, np.float32), np.full(3, 2), np.full(3, 0.1, np.float32))

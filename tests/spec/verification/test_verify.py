@@ -19,6 +19,7 @@ from reprise.spec.verification import nodes as packed_nodes
 from reprise.spec.verification.nodes import Nodes
 from reprise.spec.verification.sampling import Processing
 from reprise.spec.verification.verify import (
+    Draws,
     Slots,
     decode_beside_chunks,
     decode_rounds,
@@ -102,7 +103,7 @@ def arrays(cache):
 def rounds(kind, params, cache, slots):
     """Rounds, and the write of what they leave."""
     stop_E = np.asarray([-1], np.int32)
-    static = {"config": TINY, "scheme": "cdf"}
+    static = {"config": TINY, "draws": Draws("cdf")}
     counts = np.int32(3), np.int32(99)
     B = len(slots.length)
     pending = no_pending(TINY, M * B, jnp.float32, ())
@@ -190,7 +191,7 @@ def test_more_entries_than_are_written_at_a_time_are_all_written():
 def test_a_round_of_roots_alone_equals_one_with_padding():
     """The same draws, log-probs and entries, by the plain path and by that of trees."""
     params = transformer.init(TINY, jax.random.key(0))
-    stop_E, static = np.asarray([-1], np.int32), {"config": TINY, "scheme": "cdf"}
+    stop_E, static = np.asarray([-1], np.int32), {"config": TINY, "draws": Draws("cdf")}
     nothing, found = no_drafts(0, 1), []
     for num_nodes in (3, 12):
         slots = make_slots(3, length=np.asarray([0, 4, S - 1]))
@@ -216,7 +217,7 @@ def test_chunks_beside_a_plain_round_change_none_of_it(features):
     """
     model = dataclasses.replace(TINY, num_layers=2)
     params, B, rng = transformer.init(model, jax.random.key(0)), 3, np.random.default_rng(1)
-    static = {"config": model, "scheme": "cdf"}
+    static = {"config": model, "draws": Draws("cdf")}
     stop_E, active_B = np.asarray([-1], np.int32), np.asarray([True, True, False])
     chunks_TX = np.asarray([[2, 0, *rng.integers(0, 20, 5)], [-1, *[0] * 6]], np.int32)
     layers = (0,) if features else None
@@ -245,7 +246,10 @@ def test_chunks_beside_a_plain_round_change_none_of_it(features):
 
 
 def test_what_waits_is_written_before_a_round_with_chunks():
-    params, static = transformer.init(TINY, jax.random.key(0)), {"config": TINY, "scheme": "cdf"}
+    params, static = (
+        transformer.init(TINY, jax.random.key(0)),
+        {"config": TINY, "draws": Draws("cdf")},
+    )
     entries = Entries((jnp.ones((2, 1, 8)),), (jnp.ones((2, 1, 8)),), (jnp.ones((2, 16)),))
     pending = no_pending(TINY, 4, jnp.float32, ())
     pending = pending.replaced(
