@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import operator
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from reprise.rl.placement.engines import engine_settings
 from reprise.rl.placement.meshes import engine_mesh
 from reprise.rl.records.trajectory import Origin, Request, Trajectory
 from reprise.rl.runtime.parallel_compile import OnCompiled, unwatched
-from reprise.rl.runtime.progress import progress
+from reprise.rl.runtime.progress import progress, say
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.inputs import Inputs
 from reprise.rl.speculation.device_drafters import NO_DRAFTERS
@@ -295,6 +296,12 @@ class Sampler:
         ids = _check(inputs, prompts, n, sampling, seed)
         reuse = rollouts.reuse
         reuses = drafts and reuse.mode.repeats
+        couples = reuses and reuse.mode.couples_noise
+        if couples and seed is not None:
+            raise ValueError(
+                f'seed: Reuse.mode="coupled" names the noise by prompt and sample index, got the '
+                f"seed {seed}; fix: leave it out, or drafts=False"
+            )
         step = self.version + 1
         rule = None
         if reuses:
@@ -316,15 +323,7 @@ class Sampler:
             made = draft_with(drafter)
             if drafter is None and drafts:
                 made = rollouts.drafts(self._weights, keys, ids, n, last)
-            if reuses and reuse.mode.couples_noise:
-                if seed is not None:
-                    raise ValueError(
-                        f'seed: Reuse.mode="coupled" names the noise by prompt and sample index, '
-                        f"got the seed {seed}; fix: leave it out, or drafts=False"
-                    )
-                key = reuse.key(step)
-            else:
-                key = rollouts.noise_key(seed)
+            key = reuse.key(step) if couples else rollouts.noise_key(seed)
             spec = RolloutSpec(
                 self._weights,
                 sampling,
@@ -338,6 +337,11 @@ class Sampler:
             done = rollouts.engine.run(spec, requests, on_round=on_round)
         if drafts and (reuses or rollouts.speculation.keeps_history):
             reuse.remember(keys, done, step, rollouts.cache)
+        for problem in reuse.new_problems():
+            for key, prompt in zip(keys, ids, strict=True):
+                text = inputs.tokenizer.decode(list(prompt))
+                problem = problem.replace(repr(key), f"{text!r:.60}")
+            say(f"warning: {problem}", sys.stderr)
         groups: list[list[Sample]] = [[] for _ in ids]
         for t in done:
             groups[t.group_id].append(rollouts.to_sample(t, sampling, self.version))

@@ -24,7 +24,17 @@ def rules():
 def sample(episode: Episode, ids: list[int], logprobs: list[float], sampling=PLAIN) -> Sample:
     numbers = np.array(logprobs, np.float32)
     drafted = np.zeros(len(ids), bool)
-    return Sample(tuple(episode.tokens), ids, numbers, "", False, sampling, 0, drafted)
+    return Sample(
+        prompt_ids=tuple(episode.tokens),
+        token_ids=ids,
+        logprobs=numbers,
+        text="",
+        is_truncated=False,
+        sampling=sampling,
+        version=0,
+        is_drafted=drafted,
+        is_reused=drafted,
+    )
 
 
 def test_a_datum_has_the_turns_of_an_episode(rules):

@@ -72,6 +72,17 @@ def test_plain_samples_and_other_samplings_reuse_nothing(tiny):
     assert tokens(policy.sample(PROMPTS, 4, seed=2)) == tokens(first), "which stay the last ones"
 
 
+def test_responses_that_are_missing_are_named(tiny, capsys):
+    policy = open_policy(tiny, *LENIENT)
+    policy.sample(PROMPTS, 2, seed=0)
+    train(policy, 1)
+    assert not capsys.readouterr().err
+    policy.sample(PROMPTS, 4, seed=1)
+    lines = capsys.readouterr().err.splitlines()
+    text = "has 2 cached responses where 4 are asked for: the others are generated afresh"
+    assert lines == [f"warning: {prompt!r} {text}" for prompt in PROMPTS]
+
+
 def test_greedy_responses_stay_those_of_the_weights(tiny):
     greedy = SamplingConfig(temperature=0.0, max_new_tokens=12)
     policy = open_policy(tiny, *LENIENT)
