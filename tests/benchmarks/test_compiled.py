@@ -28,7 +28,7 @@ def compiled(*command):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_gpu_does_not_wait_for_the_host():
     """The loop over plain rounds ends when requests do. The conditionals left are of greedy draws,
     one for each part of the logits: XLA puts them into command buffers, without a wait."""

@@ -40,7 +40,7 @@ def drawn(monkeypatch, at_once, config=None):
     monkeypatch.setattr(verify, "LOGITS_AT_ONCE", at_once)
     params = transformer.init(MODEL, jax.random.key(0))
     params = dataclasses.replace(params, head_VD=4 * params.head_VD)
-    draw = jax.jit(lambda undrawn: verify._draw(MODEL, params, undrawn, "cdf"))
+    draw = jax.jit(lambda undrawn: verify._draw(MODEL, params, undrawn, verify.Draws("cdf")))
     if config is None:
         return jax.device_get(draw(undrawn()))
     mesh = make_mesh(config, jax.devices()[: config.data * config.tensor])
