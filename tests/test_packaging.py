@@ -77,6 +77,14 @@ def needed(requirements: list[Requirement]) -> Iterator[str]:
                 stack.append(inner)
 
 
+def test_the_image_installs_extras_and_runs_a_module_that_exist():
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    extras = [name for line in re.findall(r"EXTRAS=([\w,]+)", text) for name in line.split(",")]
+    assert extras and set(extras) <= project()["optional-dependencies"].keys()
+    (module,) = re.findall(r"python -m reprise\.([\w.]+)", text)
+    assert (ROOT / module.replace(".", "/") / "__main__.py").is_file()
+
+
 def test_constraints_are_names_and_versions_only():
     odd = [line for line in pin_lines() if not PIN.fullmatch(line)]
     assert not odd, f"expected NAME==VERSION[; python_version …], got {odd}"
