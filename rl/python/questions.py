@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Self
@@ -15,17 +16,25 @@ from reprise.rl.python.sampler import Sample, Sampler
 from reprise.rl.rewards.pool import RewardPool
 from reprise.rl.rewards.scores import Score, ScoreJob
 from reprise.rl.run import evaluation
+from reprise.rl.runtime.progress import say
 from reprise.rl.settings.inputs import open_inputs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Question:
-    """A question: its id in every epoch, its prompt as token ids, and its answer."""
+    """A question of the data, and its prompt as token ids."""
 
-    example_id: str
-    prompt: tuple[int, ...]
-    answer: str | None
     example: Example
+    prompt: tuple[int, ...]
+
+    @property
+    def example_id(self) -> str:
+        """The name of the question, the same in every epoch."""
+        return self.example.example_id
+
+    @property
+    def answer(self) -> str | None:
+        return self.example.answer
 
 
 class Questions:
@@ -40,12 +49,17 @@ class Questions:
     """
 
     def __init__(self, policy: Policy) -> None:
-        """Open and check the data and the rewards. Raises ValueError or FileNotFoundError."""
+        """Open and check the data and the rewards. Raises ValueError or FileNotFoundError.
+
+        Sets of evaluations that are missing, or that training sees, are named on stderr.
+        """
         self._config = policy.config
         self._inputs = open_inputs(policy.config)
         self._order = DataOrder(len(self._inputs.task), policy.config.run.seed)
         specs = (*policy.config.task.specs, *self._inputs.evals.specs)
         self._pool = RewardPool(policy.config.reward, tuple(dict.fromkeys(specs)))
+        for remark in self._inputs.evals.remarks():
+            say(f"evaluation: {remark}", sys.stderr)
 
     def __enter__(self) -> Self:
         """Start the reward workers. Raises RewardWorkerError if a function cannot be loaded."""
@@ -63,16 +77,19 @@ class Questions:
         """Return the questions at places step · size … (step + 1) · size − 1 of the data order.
 
         The order is a new permutation in every epoch, by `Run.seed`, so a loop that continues from
-        a saved state gets the same questions. Raises ValueError.
+        a saved state gets the same questions. Prompts of more than `Rollout.max_prompt_tokens` are
+        left out; only data too large to be checked when they were opened have such prompts. Raises
+        ValueError.
         """
         if step < 0 or size < 1:
             raise ValueError(f"expected a step of 0 or more and a size above 0, got {step}, {size}")
         examples = prompts_for_step(self._inputs.task, self._order, step * size, size)
-        return [self._question(example) for example in examples]
-
-    def _question(self, example: Example) -> Question:
-        ids = self._inputs.encode(example, self._config.task)
-        return Question(example.example_id, ids, example.answer, example)
+        questions = [
+            Question(example, self._inputs.encode(example, self._config.task))
+            for example in examples
+        ]
+        limit = self._config.rollout.max_prompt_tokens
+        return [question for question in questions if len(question.prompt) <= limit]
 
     def rewards(
         self, questions: Sequence[Question], groups: Sequence[Sequence[Sample]]
@@ -115,11 +132,11 @@ class Questions:
         """Return the metrics of an evaluation by the section `Eval`, as in metrics.jsonl.
 
         Questions and noise are the same in every evaluation and apart from training's. Raises
-        ValueError if `Eval.num_prompts` is 0.
+        ValueError without a set to evaluate.
         """
-        sets = self._inputs.evals.sets
-        if not sets:
-            raise ValueError("Eval.num_prompts is 0, which evaluates nothing: set it to 1 or more")
+        if not self._inputs.evals.sets:
+            reasons = self._inputs.evals.skipped or ("Eval.num_prompts is 0",)
+            raise ValueError(f"there is no set to evaluate: {'; '.join(reasons)}")
         scorer = Scorer(self._inputs.tokenizer, self._pool, lambda: None, self._config.eval.samples)
         answers = policy.answers(self._inputs.evals, scorer)
         return evaluation.row_of(answers, self._config)

@@ -67,8 +67,27 @@ def test_a_function_may_score_groups_and_fail(tiny):
         groups = policy.sample([question.prompt for question in batch], n=3, seed=0)
         assert questions.rewards(batch, groups) == [[None] * 3] * 2
         assert questions.failures()["rewards/always/failures"] == 6.0
-        with pytest.raises(ValueError, match=r"Eval.num_prompts is 0, .* set it to 1 or more"):
+        with pytest.raises(ValueError, match=r"no set to evaluate: Eval.num_prompts is 0"):
             questions.evaluate(policy)
+
+
+def test_a_set_that_is_missing_is_named(tiny, capsys):
+    policy = open_policy(tiny, "Eval.num_prompts=4")  # of a file, without a set
+    questions = Questions(policy)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("evaluation: ") and "Eval.sets" in line
+    with pytest.raises(ValueError, match="no set to evaluate: .*Eval.sets"):
+        questions.evaluate(policy)
+
+
+def test_prompts_of_data_that_are_not_checked_before_are_left_out_if_too_long(tiny):
+    settings = "Task.stream_above_examples=1", "Rollout.max_prompt_tokens=4"
+    questions = Questions(open_policy(tiny, *settings))
+    assert len(questions) == len(tiny_run.PROMPTS), "none is looked at before"
+    epoch = questions.batch(0, 6)
+    short = [prompt for prompt in tiny_run.PROMPTS if len(prompt) <= 4]
+    assert len(epoch) == len(short) < 6
+    assert all(len(question.prompt) <= 4 for question in epoch)
 
 
 def test_an_evaluation_is_that_of_the_command(tiny, policy, questions, tmp_path):
