@@ -303,15 +303,12 @@ class Sampler:
                 f"seed {seed}; fix: leave it out, or drafts=False"
             )
         step = self.version + 1
-        rule = None
-        if reuses:
-            named = [repr((prompt, sampling)) for prompt in ids]
-            rule = reuse.rule(step)
-            if rule is not None:
-                rule = dataclasses.replace(rule, greedy=sampling.temperature == 0)
-        else:
-            named = [repr(prompt) for prompt in ids]
-        keys = [hashlib.sha256(name.encode()).hexdigest() for name in named]
+        # drafts may come from responses of any sampling, reused responses may not
+        names = [repr((prompt, sampling) if reuses else prompt) for prompt in ids]
+        keys = [hashlib.sha256(name.encode()).hexdigest() for name in names]
+        rule = reuse.rule(step) if reuses else None
+        if rule is not None:
+            rule = dataclasses.replace(rule, greedy=sampling.temperature == 0)
         if reuses:
             requests = rollouts.requests(keys, ids, n, self.version)
         else:
