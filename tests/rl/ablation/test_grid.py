@@ -4,23 +4,6 @@ import pytest
 
 from reprise.rl.ablation.grid import AblationConfig, cells, checked_examples, folder_name
 from reprise.rl.gin.loader import ConfigError, dump
-from tests.support import tiny_run
-
-GRID = """
-Ablation.variants = (
-    ("plain", ()),
-    ("lenient 1", ("Reuse.mode = 'lenient:1'",)),
-)
-Ablation.seeds = (0, 3)
-"""
-
-
-@pytest.fixture
-def grid(tmp_path):
-    base = tiny_run.make_inputs(tmp_path)
-    path = tmp_path / "grid.gin"
-    path.write_text(f"include '{base}'\n{GRID}")
-    return path
 
 
 def test_every_variant_with_every_seed_seed_by_seed(grid, tmp_path):

@@ -7,23 +7,6 @@ import pytest
 from reprise.rl.ablation.grid import cells
 from reprise.rl.ablation.results import COLUMNS, by_variant, figure, markdown, read_cell
 from reprise.rl.metrics.writer import MetricsConfig, MetricsWriter
-from tests.support import tiny_run
-
-GRID = """
-Ablation.variants = (
-    ("plain", ()),
-    ("lenient 1", ("Reuse.mode = 'lenient:1'",)),
-)
-Ablation.seeds = (0, 3)
-"""
-
-
-@pytest.fixture
-def grid(tmp_path):
-    base = tiny_run.make_inputs(tmp_path)
-    path = tmp_path / "grid.gin"
-    path.write_text(f"include '{base}'\n{GRID}")
-    return path
 
 
 def test_a_row_of_the_table(grid, tmp_path):

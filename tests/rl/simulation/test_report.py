@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from small_simulation import SMALL
 
 from reprise.rl.gin.loader import load
 from reprise.rl.simulation.config import SimulateRun
 from reprise.rl.simulation.report import COLUMNS, grid, remarks
 from reprise.rl.simulation.rollouts import play
-
-SMALL = (
-    *("Workload.num_groups=12", "Workload.group_size=4", "Workload.mean_tokens=300"),
-    *("Workload.limit_tokens=2000", "SimulatedCluster.workers=3", "Simulate.chunk_tokens=256"),
-    "SimulatedCluster.kv_tokens=8000",
-)
 
 
 def test_remarks_say_what_seers_order_costs_and_saves():

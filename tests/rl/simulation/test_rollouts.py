@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from small_simulation import SMALL
 
 from reprise.rl.gin.loader import load
 from reprise.rl.metrics.writer import MetricsConfig, MetricsWriter
@@ -10,12 +11,6 @@ from reprise.rl.simulation.config import SimulateRun
 from reprise.rl.simulation.report import table
 from reprise.rl.simulation.rollouts import lengths_of_run, play
 from reprise.sched.policies.divided import POLICIES, make_scheduler
-
-SMALL = (
-    *("Workload.num_groups=12", "Workload.group_size=4", "Workload.mean_tokens=300"),
-    *("Workload.limit_tokens=2000", "SimulatedCluster.workers=3", "Simulate.chunk_tokens=256"),
-    "SimulatedCluster.kv_tokens=8000",
-)
 
 
 def test_every_policy_plays_the_same_rollout():
