@@ -281,7 +281,7 @@ class ModelRunner:
     def has_chains(self, num_slots: int, num_nodes: int) -> bool:
         """Return whether rounds of chains are separate programs.
 
-        GPUs copy keys and values of each path, and their number is static.
+        The number of paths is static: GPUs copy keys and values of each, TPUs tables of each.
         """
         return not self.is_cpu and num_nodes > 2 * num_slots
 
