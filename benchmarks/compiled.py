@@ -17,7 +17,8 @@ reduce-scatter: activations) and passed (collective-permute: the edges of each d
 vocabulary).
 
 `waits` compiles rounds of Qwen3-0.6B, plain ones, of any trees, and of chains, and a gradient step,
-without and with top-k and top-p. A loop counts if only the device knows its number of iterations.
+without and with top-k and top-p. A loop counts if only the device knows its number of iterations, a
+conditional waits unless XLA puts it into a command buffer (`waiting_conditionals`).
 
 A gradient step has one packed row a chip; temporaries are a chip's memory beside the arguments.
 """
@@ -30,8 +31,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks import environment, hlo
@@ -55,6 +58,7 @@ QWEN3_0_6B = ModelConfig(
 )
 ONE_GPU = "h100:1x1x1"
 STEP_TOKENS = 4096  # of the gradient step of `waits`
+THUNKS = "thunk_sequence_after_thunk_passes.txt"  # the end of the names of XLA's files
 MODELS = {"qwen3_8b": QWEN3, "qwen2_5_7b": QWEN2}
 CONFIG = EngineConfig(slots=SLOTS, min_slots=SLOTS)
 CASES = (
@@ -156,29 +160,50 @@ def exchanged(model_name: str, target_name: str, layers: int) -> dict[str, Any]:
 
 def waits(arguments: argparse.Namespace) -> dict[str, Any]:
     """Count waits for the host in rounds of `--layers` layers of Qwen3-0.6B on one H100."""
-    programs = waits_of(arguments.layers, may_cut=False)
-    with_cuts = waits_of(arguments.layers, may_cut=True)
-    programs |= {f"{name}, cuts": found for name, found in with_cuts.items()}
+    programs = dict[str, Any]()
+    for cuts in ("none", "cuts"):
+        command = [sys.executable, "-m", "benchmarks.compiled", "--one_waits"]
+        command += [str(arguments.layers), cuts]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        programs |= {name if cuts == "none" else f"{name}, cuts": x for name, x in found.items()}
     sizes = {"slots": SLOTS, "nodes": NODES, "positions": POSITIONS}
     return {"kind": "compiled", "layers": arguments.layers, **sizes, "programs": programs}
 
 
-def waits_of(layers: int, *, may_cut: bool) -> dict[str, Any]:
-    """Return waits and temporaries of each program."""
+def waits_of(layers: int, *, may_cut: bool, dump: Path) -> dict[str, Any]:
+    """Return waits and temporaries of each program; XLA writes its thunks to the folder `dump`."""
+    flags = os.environ.get("XLA_FLAGS", "")  # read once, by the compiler
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_dump_to={dump} --xla_dump_hlo_as_text"
     target = parse_target(ONE_GPU)
     prepare(target)
     model = dataclasses.replace(QWEN3_0_6B, num_layers=layers)
-    names = ("plain", "verify", "chains")
-    rounds = round_programs(model, target, names=names, may_cut=may_cut)
-    programs = {name: program for name, program, _ in rounds}
-    step = gradient_step(model, STEP_TOKENS, "layer", devices_of(target), may_cut=may_cut)
-    programs["training"] = step.compile(compiler_options=target.kind.compiler_options)
     found = dict[str, Any]()
-    for name, program in programs.items():
-        found[name] = hlo.waits(hlo.parse(program.as_text()))
+
+    def count(name: str, program: Any, thunks: str) -> None:
         num_bytes = program.memory_analysis().temp_size_in_bytes
-        found[name]["temporaries_mb"] = round(num_bytes / 1e6)
+        found[name] = {
+            **hlo.decisions(hlo.parse(program.as_text())),
+            "waiting_conditionals": hlo.waiting_conditionals(thunks),
+            "temporaries_mb": round(num_bytes / 1e6),
+        }
+
+    names = ("plain", "verify", "chains")
+    for name, program, _ in round_programs(model, target, names=names, may_cut=may_cut):
+        count(name, program, _new_thunks(dump))
+    step = gradient_step(model, STEP_TOKENS, "layer", devices_of(target), may_cut=may_cut)
+    program = step.compile(compiler_options=target.kind.compiler_options)
+    count("training", program, _new_thunks(dump))
     return found
+
+
+def _new_thunks(dump: Path) -> str:
+    """Return the thunks of the program that was compiled last, and forget all others."""
+    *_, newest = sorted(dump.glob(f"*{THUNKS}"), key=lambda path: path.stat().st_mtime_ns)
+    text = newest.read_text()
+    for path in dump.iterdir():
+        path.unlink()
+    return text
 
 
 # --- training -----------------------------------------------------------------------------
@@ -299,7 +324,10 @@ if __name__ == "__main__":
         model, target, layers = sys.argv[2:]
         print(json.dumps(exchanged(model, target, int(layers))))
     elif sys.argv[1:2] == ["--one_waits"]:
-        print(json.dumps(waits_of(int(sys.argv[2]), may_cut=False)))
+        layers, cuts = sys.argv[2:]
+        with tempfile.TemporaryDirectory() as folder:
+            found = waits_of(int(layers), may_cut=cuts == "cuts", dump=Path(folder))
+        print(json.dumps(found))
     else:
         packages = ("jax", "jaxlib", "jax-cuda13-pjrt", "libtpu")
         environment.run(__doc__, PARTS, packages, layers=2)

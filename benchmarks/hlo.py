@@ -21,6 +21,7 @@ _CALLED = re.compile(
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _TILE = re.compile(r"T\(([\d,]+)\)")
+_THUNK = re.compile(r"^(\s*)\d+: (k\w+)\b")
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all".split()
 )
@@ -84,17 +85,37 @@ class Module:
                 yield from self.run(called, times * one.trips)
 
 
-def waits(module: Module) -> dict[str, int]:
+def decisions(module: Module) -> dict[str, int]:
     """Return the numbers of loops of an unknown number of iterations and of conditionals.
 
-    For each, XLA's runtime for GPUs copies a predicate to the host and waits, for a loop before
-    every iteration.
+    Outside of command buffers (`waiting_conditionals`), XLA's runtime for GPUs copies the predicate
+    of each to the host and waits, for a loop before every iteration.
     """
     loops = conditionals = 0
     for times, one, _ in module.run():
         loops += times * (one.opcode == "while" and not _TRIPS.search(one.rest))
         conditionals += times * (one.opcode == "conditional")
     return {"unknown_loops": loops, "conditionals": conditionals}
+
+
+def waiting_conditionals(thunks: str) -> int:
+    """Return the number of conditionals outside of command buffers in XLA's sequence of thunks.
+
+    The lines of a loop, a conditional or a command buffer are followed by its own, indented.
+    """
+    count = 0
+    around: list[tuple[int, str]] = []  # indentation and kind of the enclosing lines
+    for line in thunks.splitlines():
+        thunk = _THUNK.match(line)
+        if thunk is None:
+            continue
+        indentation = len(thunk[1])
+        while around and around[-1][0] >= indentation:
+            around.pop()
+        is_buffered = any(kind == "kCommandBuffer" for _, kind in around)
+        count += thunk[2] == "kConditional" and not is_buffered
+        around.append((indentation, thunk[2]))
+    return count
 
 
 def parse(text: str) -> Module:

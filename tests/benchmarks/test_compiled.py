@@ -30,13 +30,16 @@ def compiled(*command):
 
 @pytest.mark.soak
 def test_a_gpu_does_not_wait_for_the_host():
-    """The loop over plain rounds ends when requests do. The conditionals left are of greedy draws,
-    one for each part of the logits: XLA puts them into command buffers, without a wait."""
-    found = compiled("benchmarks.compiled", "--one_waits", "1")
+    """The loop over plain rounds ends when requests do. Conditionals of greedy draws are in command
+    buffers; without a request with top-k or top-p, there are no others."""
+    found = compiled("benchmarks.compiled", "--one_waits", "1", "none")
     loops = {name: one["unknown_loops"] for name, one in found.items()}
     assert loops == {"plain": 1, "verify": 0, "chains": 0, "training": 0}
     conditionals = {name: one["conditionals"] for name, one in found.items()}
     assert conditionals == {"plain": 1, "verify": 4, "chains": 4, "training": 0}
+    assert not any(one["waiting_conditionals"] for one in found.values())
+    cuts = compiled("benchmarks.compiled", "--one_waits", "1", "cuts")
+    assert all(one["waiting_conditionals"] for one in cuts.values()), "of top-k and top-p"
     assert found["chains"]["temporaries_mb"] < 0.5 * found["verify"]["temporaries_mb"]
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.hlo import bytes_of, collectives_of, parse, waits
+from benchmarks.hlo import bytes_of, collectives_of, decisions, parse, waiting_conditionals
 
 TEXT = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[4,8]{1,0})->f32[16,8]}
 
@@ -142,5 +142,22 @@ def test_loops_of_unknown_length_and_conditionals_are_counted():
         return jax.lax.while_loop(lambda x: x.sum() < n, lambda x: jnp.cos(x) + x, x)
 
     text = jax.jit(planted).lower(jnp.ones(8), 100.0).compile().as_text()
-    assert waits(parse(text)) == {"unknown_loops": 1, "conditionals": 6}
-    assert waits(parse(TEXT)) == {"unknown_loops": 0, "conditionals": 0}
+    assert decisions(parse(text)) == {"unknown_loops": 1, "conditionals": 6}
+    assert decisions(parse(TEXT)) == {"unknown_loops": 0, "conditionals": 0}
+
+
+def test_conditionals_outside_of_command_buffers_are_counted():
+    thunks = """000: kCommandBuffer [source | next=009 (1)]
+    001: kKernel [source | sink]
+    002: kConditional [prev=001 (1)]
+009: kWhile [prev=000 (1)]
+    condition:
+    000: kCommandBuffer [source | sink]
+        057: kConditional [prev=052 (1)]
+            000: kKernel [source | sink]
+    058: kConditional [prev=057 (1)]
+        000: kConditional [source | sink]
+060: kConditional [prev=009 (1)]
+"""
+    assert waiting_conditionals(thunks) == 3
+    assert waiting_conditionals("") == 0
