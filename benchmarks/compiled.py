@@ -21,6 +21,10 @@ without and with top-k and top-p. A loop counts if only the device knows its num
 conditional waits unless XLA puts it into a command buffer (`waiting_conditionals`).
 
 A gradient step has one packed row a chip; temporaries are a chip's memory beside the arguments.
+
+`head` counts what the loops over the vocabulary read and write in a gradient step of 16,384 tokens
+of Qwen3-0.6B on an H100, for several values of `Trainer.logprob_chunk_tokens`; their products alone
+read and write 60 GB with 1,024.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ from typing import Any
 
 from benchmarks import environment, hlo
 from reprise.models.config import MeshConfig, ModelConfig
+from reprise.rl.learner.config import TrainerConfig
 from reprise.rl.preflight.targets import devices_of, parse_target, prepare
 from reprise.rl.slots.config import EngineConfig
 from reprise.spec.config import SamplingConfig
@@ -58,6 +63,7 @@ QWEN3_0_6B = ModelConfig(
 )
 ONE_GPU = "h100:1x1x1"
 STEP_TOKENS = 4096  # of the gradient step of `waits`
+HEAD_TOKENS, HEAD_CHUNKS = 16384, (1024, 4096, 8192)
 THUNKS = "thunk_sequence_after_thunk_passes.txt"  # the end of the names of XLA's files
 MODELS = {"qwen3_8b": QWEN3, "qwen2_5_7b": QWEN2}
 CONFIG = EngineConfig(slots=SLOTS, min_slots=SLOTS)
@@ -206,6 +212,35 @@ def _new_thunks(dump: Path) -> str:
     return text
 
 
+# --- head ---------------------------------------------------------------------------------
+
+
+def head(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Count gigabytes of the loops of a gradient step that hold arrays over the vocabulary."""
+    target = parse_target(ONE_GPU)
+    prepare(target)
+    model = dataclasses.replace(QWEN3_0_6B, num_layers=1)
+    options = target.kind.compiler_options
+    found = dict[str, Any]()
+
+    def is_head(one: hlo.Instruction) -> bool:
+        return one.opcode == "while" and str(model.vocab_size) in one.type_text
+
+    for tokens in HEAD_CHUNKS:
+        step = gradient_step(
+            model, HEAD_TOKENS, "layer", devices_of(target), may_cut=False, chunk_tokens=tokens
+        )
+        program = step.compile(compiler_options=options)
+        num_bytes = hlo.bytes_of(hlo.parse(program.as_text()), lambda *_: 0, counts=is_head)
+        temporaries = program.memory_analysis().temp_size_in_bytes
+        found[str(tokens)] = {
+            "head_gb": round(num_bytes / 1e9, 1),
+            "temporaries_gb": round(temporaries / 1e9, 2),
+        }
+        environment.progress({tokens: found[str(tokens)]})
+    return {"kind": "compiled", "target": ONE_GPU, "tokens": HEAD_TOKENS, "chunk_tokens": found}
+
+
 # --- training -----------------------------------------------------------------------------
 
 
@@ -232,7 +267,13 @@ def training(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def gradient_step(
-    model: ModelConfig, row_tokens: int, remat: str, devices: Any, *, may_cut: bool = True
+    model: ModelConfig,
+    row_tokens: int,
+    remat: str,
+    devices: Any,
+    *,
+    may_cut: bool = True,
+    chunk_tokens: int = TrainerConfig.logprob_chunk_tokens,
 ) -> Any:
     """Return the step, lowered from shapes for these devices, over which `fsdp` splits weights."""
     import jax
@@ -244,11 +285,15 @@ def gradient_step(
     from reprise.models.sharding import fitting_sharding, make_mesh
     from reprise.rl.batches import micro_batches
     from reprise.rl.learner import gradient_accumulation, trainer
-    from reprise.rl.learner.config import TrainerConfig, TrainSpec
+    from reprise.rl.learner.config import TrainSpec
 
     mesh = make_mesh(MeshConfig(fsdp=len(devices)), devices)
-    sizes: Any = {"remat": remat, "micro_batch_tokens": row_tokens}
-    trainer_config = TrainerConfig(compute_dtype="bfloat16", **sizes)
+    trainer_config = TrainerConfig(
+        compute_dtype="bfloat16",
+        remat=remat,
+        micro_batch_tokens=row_tokens,
+        logprob_chunk_tokens=chunk_tokens,
+    )
     recipe = TrainSpec(model, trainer=trainer_config, may_cut=may_cut)
     static = {"network": trainer.POLICY, "recipe": recipe}
     whole = NamedSharding(mesh, PartitionSpec())
@@ -317,6 +362,7 @@ PARTS = {
     "preflights": preflights,
     "auto": auto,
     "waits": waits,
+    "head": head,
 }
 
 if __name__ == "__main__":

@@ -190,11 +190,16 @@ def collectives_of(module: Module) -> dict[str, int]:
     return moved
 
 
-def bytes_of(module: Module, of_kernel: Callable[[Instruction, Body], int]) -> int:
+def bytes_of(
+    module: Module,
+    of_kernel: Callable[[Instruction, Body], int],
+    counts: Callable[[Instruction], bool] = lambda _: True,
+) -> int:
     """Return the bytes that a program for GPUs reads and writes, each operand once.
 
     Slices count as what they return, updates in place as what they write, the branches of a
-    conditional as the least of them. `of_kernel` counts a Mosaic kernel.
+    conditional as the least of them. `of_kernel` counts a Mosaic kernel. `counts` chooses
+    instructions of the entry.
     """
 
     def of_computation(name: str) -> int:
@@ -217,7 +222,9 @@ def bytes_of(module: Module, of_kernel: Callable[[Instruction, Body], int]) -> i
             _read(one, i, by_name[name].num_bytes) for i, name in enumerate(one.operands)
         )
 
-    return of_computation(module.entry)
+    body = module.computations[module.entry]
+    by_name = {one.name: one for one in body}
+    return sum(of_instruction(one, by_name) for one in body if counts(one))
 
 
 def _bytes_of_fusion(body: Sequence[Instruction]) -> int:

@@ -15,6 +15,8 @@ _ONE_TILE = (
     "num_stages:4,num_warps:4,num_ctas:1",
     "--xla_gpu_cublas_fallback=false",
 )
+# Gradients of embeddings, which are scatters, are summed after a sort.
+_NO_ATOMICS = "--xla_gpu_exclude_nondeterministic_ops=true"
 
 
 def _add(flag: str) -> None:
@@ -29,7 +31,7 @@ def sum_in_order_on_accelerators() -> None:
 
     Call it before jax opens a backend; `sums_in_order_on_accelerators` is True from then on.
     """
-    for flag in _ONE_TILE:
+    for flag in (*_ONE_TILE, _NO_ATOMICS):
         _add(flag)
 
 

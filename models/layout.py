@@ -33,6 +33,7 @@ MIN_BLOCK_TOKENS = 64  # shorter rows are one block
 LONG_ROW_TOKENS = 4096
 LONG_ROW_BLOCK_TOKENS = 512  # of queries, and of keys
 LONG_ROW_FEED_FORWARD_PARTS = 4
+WHOLE_FEED_FORWARD_BYTES = 2**27  # of all features on a device, below which rows are not cut
 PAGE_BLOCK_POSITIONS = 512  # of a slot, read at a time by paged attention without a kernel
 
 

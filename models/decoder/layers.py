@@ -25,8 +25,12 @@ from reprise.models import sums_in_order_on_accelerators
 from reprise.models.attention.attention import precision_of
 from reprise.models.config import Adapted, ModelConfig
 from reprise.models.kernels.find import takes
-from reprise.models.layout import LONG_ROW_FEED_FORWARD_PARTS, LONG_ROW_TOKENS
-from reprise.models.sharding import Axes, by_device, platform_in_use
+from reprise.models.layout import (
+    LONG_ROW_FEED_FORWARD_PARTS,
+    LONG_ROW_TOKENS,
+    WHOLE_FEED_FORWARD_BYTES,
+)
+from reprise.models.sharding import Axes, by_device, platform_in_use, ways_in_use
 
 FEW_ROWS = 64  # of inputs
 PRODUCT = "product"  # name of the result of a product in order, for `models.decoder.training`
@@ -159,14 +163,18 @@ def dense(x: Adapted) -> jax.Array:
 def feed_forward(x: jax.Array, gate_FD: Any, up_FD: Any, down_DF: Any) -> jax.Array:
     """Return down · (silu(gate · x) * (up · x)); [..., D]; long rows by parts of the features.
 
-    Adapted weights are not cut into parts, because frozen weights have no gradients that parts
-    would save. Products in order are not cut either, because decoding has no parts.
+    Parts need less memory, but move twice the bytes: few features are not cut. Adapted weights are
+    not cut into parts, because frozen weights have no gradients that parts would save. Products in
+    order are not cut either, because decoding has no parts.
     """
     is_whole = any(isinstance(weight, Adapted) for weight in (gate_FD, up_FD, down_DF))
     if is_whole or is_in_order(x, gate_FD, up_FD, down_DF):
         return linear(_inner(x, gate_FD, up_FD), down_DF)
     parts = LONG_ROW_FEED_FORWARD_PARTS
-    if x.shape[-2] >= LONG_ROW_TOKENS and not len(gate_FD) % parts:
+    tokens = math.prod(x.shape[:-1]) // ways_in_use("batch")
+    features = len(gate_FD) // ways_in_use("mlp")
+    is_large = tokens * features * x.dtype.itemsize > WHOLE_FEED_FORWARD_BYTES
+    if x.shape[-2] >= LONG_ROW_TOKENS and is_large and not len(gate_FD) % parts:
         return _feed_forward_in_parts(x, gate_FD, up_FD, down_DF, parts)
     return _by_rows(_turned_feed_forward, _feed_forward, x, gate_FD, up_FD, down_DF)
 
@@ -254,10 +262,33 @@ def _by_rows(few: Callable, many: Callable, x: jax.Array, *weights: jax.Array) -
 
 def _input_first(dtype: Any, x: jax.Array, weight_OI: jax.Array, *more: jax.Array) -> jax.Array:
     """Compute `_product` with the order of the backend."""
-    y = jnp.einsum(
-        "...i,oi->...o", x, weight_OI, precision=precision_of(x), preferred_element_type=dtype
-    )
+    product = partial(_einsum, dtype) if dtype == x.dtype else partial(_widened, dtype)
+    y = product(x, weight_OI)
     return y + _input_first(dtype, *more) if more else y
+
+
+def _einsum(dtype: Any, x: jax.Array, weight_OI: jax.Array) -> jax.Array:
+    precision = precision_of(x)
+    return jnp.einsum(
+        "...i,oi->...o", x, weight_OI, precision=precision, preferred_element_type=dtype
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _widened(dtype: Any, x: jax.Array, weight_OI: jax.Array) -> jax.Array:
+    """Compute `_einsum` with another dtype than that of x, to which gradients round dy.
+
+    Products of float32 dy would read twice the bytes, and take a GPU at least twice the time.
+    """
+    return _einsum(dtype, x, weight_OI)
+
+
+def _widened_bwd(dtype: Any, given: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple:
+    x = given[0]
+    return jax.vjp(partial(_einsum, x.dtype), *given)[1](dy.astype(x.dtype))
+
+
+_widened.defvjp(lambda dtype, *given: (_einsum(dtype, *given), given), _widened_bwd)
 
 
 def _weight_first(weight_OI: jax.Array, x_IR: jax.Array, dtype: Any) -> jax.Array:

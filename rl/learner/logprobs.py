@@ -26,7 +26,7 @@ from reprise.rl.batches.micro_batches import MicroBatch, Packed, TrainSample
 from reprise.rl.learner.config import TrainSpec
 from reprise.rl.records.packing import Shape
 from reprise.rl.runtime.devices import in_turn
-from reprise.spec.verification.sampling import Processing, log_probs
+from reprise.spec.verification.sampling import NORMALIZER, Processing, log_probs
 
 
 def cast(params: Params, dtype: Any) -> Params:
@@ -51,17 +51,17 @@ def logprobs_and_entropy(
         remat=recipe.trainer.remat_policy,
         dtype=dtype,
     )
-    # the head keeps its master dtype until inside the loop, where autodiff
-    # sums its gradient over chunks: in bfloat16 that sum would lose digits
     sizes = sizes_in_use()
     rows_axis, vocab_axis = logits_axes(sizes, recipe.model.vocab_size)
     head = _head(params, vocab_axis)
+    rounded = jax.lax.stop_gradient(cast(head, dtype))
 
     def chunk(x: tuple[jax.Array, jax.Array, Processing]) -> tuple[jax.Array, jax.Array]:
         hidden_BCD, targets_BC, processing = x
         hidden_BCD = constrain(hidden_BCD, rows_axis, None, None)
         axes = rows_axis, vocab_axis
-        logits_BCV = transformer.head(recipe.model, cast(head, dtype), hidden_BCD, axes)
+        weights = jax.tree.map(partial(_gradient_to, head.embedding_VD.dtype), rounded, head)
+        logits_BCV = transformer.head(recipe.model, weights, hidden_BCD, axes)
         logits_BCV = constrain(logits_BCV, rows_axis, None, vocab_axis)
         temperature_BC, top_k_BC, top_p_BC = processing.broadcast(targets_BC.shape)
         logprobs_BC, entropy_BC = log_probs(
@@ -78,6 +78,21 @@ def logprobs_and_entropy(
     rows = hidden_BTD, batch.targets_BT, batch.processing_BT
     logprobs_BT, entropy_BT = _map_chunks(chunk, rows, chunk_tokens)
     return at_responses(logprobs_BT, batch), at_responses(entropy_BT, batch)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gradient_to(dtype: Any, rounded: jax.Array, master: jax.Array) -> jax.Array:
+    """Return `rounded`, the rounded master weights of `dtype`, which get its gradient.
+
+    So a loop over chunks rounds the weights once, and sums their gradient in float32.
+    """
+    return rounded
+
+
+_gradient_to.defvjp(
+    lambda dtype, rounded, master: (rounded, None),
+    lambda dtype, _, gradient: (None, gradient.astype(dtype)),
+)
 
 
 def at_responses(x_BT: jax.Array, batch: MicroBatch) -> jax.Array:
@@ -115,7 +130,11 @@ def _map_chunks(
         x_BT = jnp.pad(x_BT, ((0, 0), (0, over), *[(0, 0)] * (x_BT.ndim - 2)))
         return x_BT.reshape(B, count, size, *x_BT.shape[2:]).swapaxes(0, 1)
 
-    results = jax.lax.map(jax.checkpoint(chunk), jax.tree.map(slices, rows))
+    # backward, a chunk computes its logits again, but no sum over them; the loop keeps XLA from
+    # sharing them with forward, so that barriers against it would only keep it from hoisting casts
+    kept = jax.checkpoint_policies.save_only_these_names(NORMALIZER)
+    chunk = jax.checkpoint(chunk, prevent_cse=False, policy=kept)
+    results = jax.lax.map(chunk, jax.tree.map(slices, rows))
     logprobs_BT, entropy_BT = (x.swapaxes(0, 1).reshape(B, -1)[:, :T] for x in results)
     return logprobs_BT, entropy_BT
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.ad_checkpoint import checkpoint_name
 
 from reprise.models.decoder.layers import PRODUCT_AXES, sum_in_order
 from reprise.models.sharding import constrain, ways_in_use
@@ -28,6 +29,7 @@ NOISE_NAMES = 2**31  # number of noise names of requests
 Axes = tuple[str, str]  # logical names of the first axis of logits, and of the vocabulary axis
 ROLLOUT_AXES: Axes = PRODUCT_AXES
 WHOLE_MASS = 2**30  # mass of the most likely token if masses are whole numbers
+NORMALIZER = "normalizer"  # name of the sums that gradients of `log_probs` need
 LEAST = jnp.finfo(jnp.float32).min / 2  # logit of an impossible token
 
 
@@ -246,8 +248,14 @@ def masses(logits_V: jax.Array, axes: Axes = ROLLOUT_AXES) -> Masses:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _normalizer(logits_V: jax.Array, axes: Axes) -> tuple[jax.Array, jax.Array]:
     """Return `Masses.top` and `log_total`; `log_total` gets the derivative of their sum."""
-    result = masses(logits_V, axes)
-    return result.top, result.log_total
+    top = jnp.max(logits_V, axis=-1)
+    return top, jnp.log(_sum_of_blocks(jnp.exp(logits_V - top[..., None]), axes))
+
+
+def _sum_of_blocks(mass_V: jax.Array, axes: Axes) -> jax.Array:
+    """Return Σ as `masses` adds; the barrier keeps XLA for GPUs from reading the logits twice."""
+    _, mass_C = _blocks(mass_V, axes)
+    return sum_in_order(jax.lax.optimization_barrier(mass_C))
 
 
 @_normalizer.defjvp
@@ -255,7 +263,8 @@ def _(axes: Axes, primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
     (logits_V,) = primals
     (tangent_V,) = tangents
     top, log_total = _normalizer(logits_V, axes)
-    prob_V = jnp.exp(logits_V - (top + log_total)[..., None])
+    total = checkpoint_name(top + log_total, NORMALIZER)
+    prob_V = jnp.exp(logits_V - total[..., None])
     return (top, log_total), (jnp.zeros_like(top), jnp.sum(prob_V * tangent_V, axis=-1))
 
 
@@ -320,16 +329,28 @@ def log_probs(
     and of V.
     """
     raw_V = logits_V.astype(jnp.float32) / jnp.where(temperature <= 0, 1.0, temperature)[..., None]
-    cut_V = jax.lax.stop_gradient(processed_logits(logits_V, temperature, top_k, top_p))
     given_V = jnp.arange(raw_V.shape[-1]) == tokens[..., None]
-    kept_V = (cut_V > -jnp.inf) | given_V
-    masked_V = jnp.where(kept_V, raw_V, -jnp.inf)
-    top, log_total = _normalizer(masked_V, axes)
-    raw = _apart(jnp.sum(jnp.where(given_V, raw_V, 0.0), axis=-1))  # not fused with `log_total`
-    token_logprob = raw - top - log_total
-    logprob_V = jnp.where(kept_V, raw_V - (top + log_total)[..., None], 0.0)
-    entropy = -jnp.sum(jnp.where(kept_V, jnp.exp(logprob_V) * logprob_V, 0.0), axis=-1)
-    return token_logprob, entropy
+    kept_V = raw_V
+    if top_k is not None and top_p is not None:
+        cut_V = jax.lax.stop_gradient(processed_logits(logits_V, temperature, top_k, top_p))
+        kept_V = jnp.where((cut_V > -jnp.inf) | given_V, raw_V, -jnp.inf)
+    top, log_total = _normalizer(kept_V, axes)
+    # zeros that depend on the tokens: a loop over tokens would keep an array of constant zeros
+    zeros_1 = (tokens * 0).astype(jnp.float32)[..., None]
+    raw = checkpoint_name(jnp.sum(jnp.where(given_V, raw_V, zeros_1), axis=-1), NORMALIZER)
+    token_logprob = _apart(raw) - top - log_total  # the sum is not fused with `log_total`
+    return token_logprob, _entropy(kept_V, top, log_total, axes)
+
+
+def _entropy(logits_V: jax.Array, top: jax.Array, log_total: jax.Array, axes: Axes) -> jax.Array:
+    """Return −Σ p log p = log Σ m − Σ m (logit − top) / Σ m, m = e^(logit − top); [...].
+
+    It has no gradient. Sums are those of `masses`, so that XLA computes both in one pass.
+    """
+    less_V = jax.lax.stop_gradient(logits_V - top[..., None])
+    log_total = jax.lax.stop_gradient(log_total)
+    terms_V = jnp.exp(less_V) * jnp.maximum(less_V, LEAST)  # 0 for −∞
+    return log_total - _sum_of_blocks(terms_V, axes) * jnp.exp(-log_total)
 
 
 def given_log_probs(

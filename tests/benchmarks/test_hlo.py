@@ -129,6 +129,8 @@ def test_bytes_are_those_that_instructions_use():
 
     slice_, update = 64 + 4 + 64, 4 + 64 + 64  # read, index, written; of the array in place nothing
     assert bytes_of(parse(FUSED), of_kernel) == slice_ + 2 * 64 + 10_000 + update
+    of_conditional = bytes_of(parse(FUSED), of_kernel, lambda one: one.opcode == "conditional")
+    assert of_conditional == 2 * 64
 
 
 def test_loops_of_unknown_length_and_conditionals_are_counted():

@@ -79,6 +79,32 @@ def test_parts_of_features_add_up(parts):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=atol)
 
 
+def test_features_that_fit_are_not_cut(monkeypatch):
+    x_RD, weights = random_array(0, 80, 32), random_weights(32, 16)
+    in_parts = []
+    monkeypatch.setattr(layers, "LONG_ROW_TOKENS", 80)
+    monkeypatch.setattr(layers, "is_in_order", lambda *_: False)
+    monkeypatch.setattr(layers, "_feed_forward_in_parts", lambda *given: in_parts.append(given[-1]))
+    for limit_bytes, wanted in ((80 * 16 * 4, []), (80 * 16 * 4 - 1, [4])):
+        monkeypatch.setattr(layers, "WHOLE_FEED_FORWARD_BYTES", limit_bytes)
+        feed_forward(x_RD, *weights)
+        assert in_parts == wanted
+
+
+def test_gradients_of_wide_products_round_what_they_are_given():
+    """Float32 logits of bfloat16 hidden states: both gradients are products of bfloat16."""
+    x_RI = random_array(0, 80, 32).astype(jnp.bfloat16)
+    weight_OI = random_array(1, 48, 32).astype(jnp.bfloat16)
+    dy_RO = random_array(2, 80, 48)
+    y_RO, pull = jax.vjp(partial(layers._input_first, jnp.float32), x_RI, weight_OI)
+    assert y_RO.dtype == jnp.float32
+    dx_RI, dweight_OI = pull(dy_RO)
+    assert (dx_RI.dtype, dweight_OI.dtype) == (jnp.bfloat16, jnp.bfloat16)
+    dy, x, w = (np.asarray(a.astype(jnp.bfloat16), np.float64) for a in (dy_RO, x_RI, weight_OI))
+    np.testing.assert_allclose(np.asarray(dx_RI, np.float64), dy @ w, rtol=2**-8, atol=1e-2)
+    np.testing.assert_allclose(np.asarray(dweight_OI, np.float64), dy.T @ x, rtol=2**-8, atol=1e-2)
+
+
 def random_weights(D, F):
     return random_array(1, F, D), random_array(2, F, D), random_array(3, D, F)
 

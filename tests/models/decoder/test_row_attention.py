@@ -174,6 +174,7 @@ def test_long_rows_of_a_whole_policy(monkeypatch):
     def both(least, remat, packing):
         monkeypatch.setattr(transformer, "is_faster", lambda *_: least == 1)
         monkeypatch.setattr(layers, "LONG_ROW_TOKENS", least)
+        monkeypatch.setattr(layers, "WHOLE_FEED_FORWARD_BYTES", 0)
 
         def loss(params):
             out = transformer.hidden(model, params, tokens, packing, remat=remat)

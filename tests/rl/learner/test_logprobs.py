@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import largest_array
+from programs import count_primitives, largest_array
 from shapes import CHAT, make_params
 from trajectories import trajectory
 
@@ -163,6 +163,22 @@ def test_batch_by_length_by_vocabulary_is_never_alive():
     chunked = jax.make_jaxpr(jax.grad(lambda p: of(p, 64)))(params)
     assert largest_array(whole.jaxpr) >= 2 * 160 * 2000  # the measure sees what it should
     assert largest_array(chunked.jaxpr) < 2 * 160 * 2000 / 4
+
+
+def test_backward_computes_logits_again_but_no_maxima():
+    V = 2000
+    model = ModelConfig("llama", V, 8, 1, 1, 1, 8, 8)
+    params = jax.eval_shape(lambda key: transformer.init(model, key), jax.random.key(0))
+    batch = micro_batches.empty(Shape(2, 160, 32))
+    recipe = TrainSpec(model, trainer=TrainerConfig(logprob_chunk_tokens=64), may_cut=False)
+
+    def loss(params):
+        return jnp.sum(scoring.logprobs_and_entropy(params, batch, recipe)[0])
+
+    forward = jax.make_jaxpr(loss)(params).jaxpr
+    backward = jax.make_jaxpr(jax.grad(loss))(params).jaxpr
+    assert count_primitives(forward, "reduce_max", V) == 1
+    assert count_primitives(backward, "reduce_max", V) == 1
 
 
 @pytest.mark.parametrize(
