@@ -276,7 +276,7 @@ def _einsum(dtype: Any, x: jax.Array, weight_OI: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _widened(dtype: Any, x: jax.Array, weight_OI: jax.Array) -> jax.Array:
-    """Compute `_einsum` with another dtype than that of x, to which gradients round dy.
+    """Compute `_einsum` with a dtype wider than x; gradients round dy to the dtype of x.
 
     Products of float32 dy would read twice the bytes, and take a GPU at least twice the time.
     """

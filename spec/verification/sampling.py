@@ -345,7 +345,7 @@ def log_probs(
 def _entropy(logits_V: jax.Array, top: jax.Array, log_total: jax.Array, axes: Axes) -> jax.Array:
     """Return −Σ p log p = log Σ m − Σ m (logit − top) / Σ m, m = e^(logit − top); [...].
 
-    It has no gradient. Sums are those of `masses`, so that XLA computes both in one pass.
+    It has no gradient. It sums in the order of `masses`, so that XLA computes both in one pass.
     """
     less_V = jax.lax.stop_gradient(logits_V - top[..., None])
     log_total = jax.lax.stop_gradient(log_total)
