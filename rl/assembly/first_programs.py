@@ -41,12 +41,17 @@ if TYPE_CHECKING:
 
 
 def _node_sizes(config: TrainConfig) -> NodeSizes | None:
-    """Return a function from slots to possible node counts of rounds; None allows all counts.
+    """Return a function from slots to possible node counts of rounds; None allows all counts."""
+    budget, fixed = config.speculation.budget_kind
+    if budget == BANDIT:
+        return _nodes_of_bandit(config)
+    if budget == "fixed" and not _verifies_responses(config):
+        return partial(_nodes_of_trees, config, fixed)
+    return None
 
-    A bandit has one count for each range of batch sizes, so that fewer programs are compiled.
-    """
-    if config.speculation.budget != BANDIT:
-        return None
+
+def _nodes_of_bandit(config: TrainConfig) -> NodeSizes:
+    """Return the node counts of a bandit, which has one for each range of batch sizes."""
     from reprise.spec.budget.bandit import node_counts
 
     engine = config.engine
@@ -60,6 +65,19 @@ def _node_sizes(config: TrainConfig) -> NodeSizes | None:
     return nodes
 
 
+def _nodes_of_trees(config: TrainConfig, max_tokens: int, num_slots: int) -> set[int]:
+    """Return the node counts up to the first that holds `max_tokens` draft tokens for all slots."""
+    sizes = config.engine.node_sizes(num_slots)
+    wanted = num_slots * (max_tokens + 1)
+    num_smaller = sum(size < wanted for size in sizes)
+    return set(sizes[: num_smaller + 1])
+
+
+def _verifies_responses(config: TrainConfig) -> bool:
+    """Return whether rounds also verify cached responses, whose length no budget limits."""
+    return config.reuse.enabled or config.sched.mode == "ahead"
+
+
 def _no_nodes(num_slots: int) -> set[int]:
     """Return no node counts, so that only rounds without drafts remain."""
     return set()
@@ -70,12 +88,12 @@ def drafted_alone(config: TrainConfig) -> dict[str, Decisions]:
     max_tokens = config.engine.max_nodes - 1
     requested = {LEARNED: max_tokens, MODEL: min(config.draft_model.max_depth, max_tokens)}
     sources = config.speculation.sources
-    nodes = _node_sizes(config)
     budget, fixed = config.speculation.budget_kind
+    nodes = _nodes_of_bandit(config) if budget == BANDIT else None
 
     def decisions(most: int, num_slots: int) -> list[DraftDecision]:
         sizes = config.engine.node_sizes(num_slots)
-        if nodes is not None:  # with a bandit budget
+        if nodes is not None:
             wanted = [m // num_slots - 1 for m in nodes(num_slots)]
         elif budget == "fixed":
             wanted = [min(most, fixed)]
@@ -101,7 +119,7 @@ def rollout_reach(config: TrainConfig, partition: Partition = WHOLE) -> Reach:
         partition.max_groups(config.rollout.prompts_per_step) * config.rollout.group_size,
         config.rollout.max_prompt_tokens,
         speculative=config.speculation.enabled,
-        reuse=config.reuse.enabled or config.sched.mode == "ahead",
+        reuse=_verifies_responses(config),
         moves=config.sched.workers > 1 or beside,
         nodes=_node_sizes(config),
         alone=drafted_alone(config),

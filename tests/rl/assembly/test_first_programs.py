@@ -6,7 +6,7 @@ import pytest
 from live_by_hand import live_slots
 
 from reprise.models.config import ModelConfig
-from reprise.rl.assembly.first_programs import drafted_alone, num_whole_model
+from reprise.rl.assembly.first_programs import drafted_alone, num_whole_model, rollout_reach
 from reprise.rl.commands import serve
 from reprise.rl.engine.engine import Engine
 from reprise.rl.gin.loader import load
@@ -18,6 +18,7 @@ from reprise.rl.warm_up import compile_buckets
 from reprise.rl.warm_up.rollout_programs import Reach
 from reprise.spec.budget.budget import FixedBudget, best_trees, equal_trees
 from reprise.spec.config import SamplingConfig
+from reprise.spec.drafter import no_drafts
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 DEFAULT = CONFIGS / "tiny_cpu.gin"
@@ -84,6 +85,28 @@ def test_rounds_on_the_device_are_compiled_in_the_shapes_that_budgets_ask_for(bu
         else:
             wanted = [FixedBudget(int(budget[6:])).choose_on_device(live_slots(2), most, sizes, B)]
         assert shapes(runner, B, found["learned"](B)) == shapes(runner, B, wanted)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 31])
+def test_a_fixed_budget_compiles_the_rounds_that_its_trees_can_fill(num_tokens):
+    """Requests with more draft tokens than the budget allows ask for no other size."""
+    sizes = "Engine.slots=16", "Engine.max_nodes=32", "Engine.max_round_nodes=512"
+    budget = f"Speculation.budget='fixed:{num_tokens}'"
+    config = load(TrainConfig, [DEFAULT], [*sizes, budget])
+    nodes = rollout_reach(config).nodes
+    for B in (4, 16):
+        every = config.engine.node_sizes(B)
+        asked = set()
+        for live in range(1, B + 1):
+            for count in range(1, num_tokens + 1):
+                drafts = no_drafts(live, 31)
+                drafts.count_A[:] = count
+                drafts.prob_AN[:] = 0.5
+                asked.add(FixedBudget(num_tokens).choose(None, drafts, every, B, 64).num_nodes)
+        assert asked == nodes(B)
+        assert (nodes(B) < set(every)) == (num_tokens < 15)
+    with_responses = load(TrainConfig, [DEFAULT], [*sizes, budget, "Reuse.mode='coupled'"])
+    assert rollout_reach(with_responses).nodes is None, "a cached response has any length"
 
 
 @pytest.mark.parametrize(("sources", "budget"), [(BOTH, "fixed:3"), (ALONE, "aimd"), (BOTH, "off")])
