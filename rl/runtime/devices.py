@@ -24,7 +24,7 @@ INSTALL = f"install JAX for it ({install_hint('cuda')} or {install_hint('tpu')})
 # NVIDIA drivers for jax[cuda13] and jax[cuda12], by the versions that nvidia-smi shows
 DRIVERS = (
     "CUDA 13 needs a driver of 580 or newer; with one of 525 or newer run "
-    "pip uninstall jax-cuda13-plugin jax-cuda13-pjrt and pip install 'jax[cuda12]'"
+    f"pip uninstall jax-cuda13-plugin jax-cuda13-pjrt and {install_hint('cuda12')}"
 )
 HOW_MANY = (
     "a run of several processes joins them by its section Cluster: set Cluster.kind = "

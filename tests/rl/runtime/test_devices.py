@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from unittest import mock
 
@@ -38,7 +40,7 @@ def test_intended_devices_give_no_warning(backend, asked, nodes, plugins):
         ("cpu", None, NODE, [], "on the CPU, though /dev/nvidia0 is there: install JAX"),
         ("cpu", "", [], ["xla_cuda13"], "CPU: JAX's plug-in 'xla_cuda13' did not start: JAX has"),
         ("cpu", None, NODE, ["xla_cuda13"], "though /dev/nvidia0 is there: JAX's plug-in"),
-        ("cpu", None, NODE, ["xla_cuda13"], "pip install 'jax[cuda12]'"),
+        ("cpu", None, NODE, ["xla_cuda13"], "pip install -e '.[cuda12]'"),
         ("cpu", None, ["/dev/kfd"], ["xla_rocm7"], "look at its driver, or set"),
         ("cpu", None, NODE, ["xla_cuda13"], "JAX_PLATFORMS=cpu if the CPU is meant"),
         ("cpu", "cuda,cpu", [], [], "on the CPU, not on cuda, which JAX_PLATFORMS='cuda,cpu'"),
@@ -48,6 +50,13 @@ def test_intended_devices_give_no_warning(backend, asked, nodes, plugins):
 def test_a_fallback_is_one_line(backend, asked, nodes, plugins, words):
     text = devices.fallback(backend, asked, nodes, plugins)
     assert words in text and "\n" not in text
+
+
+def test_the_extras_that_are_recommended_exist():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    texts = devices.INSTALL, devices.DRIVERS, (ROOT / "docs" / "accelerators.md").read_text()
+    named = {name for text in texts for name in re.findall(r"'\.\[(\w+)\]'", text)}
+    assert named == {"cuda", "cuda12", "tpu"} <= set(project["optional-dependencies"])
 
 
 def test_the_error_of_a_plug_in_is_shown(monkeypatch):
