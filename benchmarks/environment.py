@@ -91,7 +91,14 @@ def record(packages: Sequence[str], hidden: set[str]) -> dict[str, Any]:
 def write(result: Mapping[str, Any], arguments: argparse.Namespace) -> None:
     """Write a result to the file of `--output`, if it is given."""
     if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+        replace(arguments.output, result)
+
+
+def replace(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a file of JSON so that it is whole at any moment, and after any end of the process."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(new, path)
 
 
 def call(module: str, *arguments: str, env: Mapping[str, str] | None = None) -> None:

@@ -108,9 +108,12 @@ class Rounds:
         max_nodes = self.engine.verify_options("cdf", B, num_nodes)["max_nodes"]
         return pack(drafts, drafts.count_A, np.arange(B), B, num_nodes, max_nodes)
 
-    def verify(self, slots: Slots, nodes_5M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Run a verifying round; returns tokens [B, N] and counts [B]."""
-        options = self.engine.verify_options("cdf", self.num_slots, nodes_5M.shape[1])
+    def verify(
+        self, slots: Slots, nodes_5M: np.ndarray, *, chains: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Run a verifying round, of any trees or of chains; returns tokens [B, N], counts [B]."""
+        num_nodes = nodes_5M.shape[1]
+        options = self.engine.verify_options("cdf", self.num_slots, num_nodes, chains=chains)
         *self.state, _, drawn, _ = verify_round(
             self.params, *self.state, slots, nodes_5M, NO_STOP_E, None, **options
         )

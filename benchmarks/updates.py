@@ -2,7 +2,7 @@
 
 For the configuration of each of --policies, one micro-batch of its shape, full of random responses:
 seconds of the gradient that an update accumulates. Operations are those that
-`benchmarks.gpu.parts.operations` counts, of products with weights and of attention. `peak_share` is
+`benchmarks.accelerator.gradient` counts, of products with weights and of attention. `peak_share` is
 their median rate over the fastest of a product of two matrices of 1,024 numbers a side, which takes
 turns with the gradient, ten after each. `products_of_ROWS` is that share of a pass's products with
 all weights of so many rows, as rollouts compute them.
@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import environment, workloads
-from benchmarks.gpu.parts import Size, operations, random_responses, timed
+from benchmarks.accelerator.gradient import operations, random_responses
+from benchmarks.accelerator.sizes import Size, timed
 from benchmarks.rounds import products
 from benchmarks.turns import in_turns
 from benchmarks.ways import TINY

@@ -9,7 +9,7 @@ import os
 
 _EXCESS_PRECISION = "--xla_allow_excess_precision=false"
 # On GPUs, no product splits its sum or uses cuBLAS, and all products share one tile shape.
-_ONE_TILE = (
+ONE_TILE_FLAGS = (
     "--xla_gpu_experimental_force_split_k=1",
     "--xla_gpu_override_gemm_autotuner=block_m:64,block_n:64,block_k:64,split_k:1,"
     "num_stages:4,num_warps:4,num_ctas:1",
@@ -31,12 +31,12 @@ def sum_in_order_on_accelerators() -> None:
 
     Call it before jax opens a backend; `sums_in_order_on_accelerators` is True from then on.
     """
-    for flag in (*_ONE_TILE, _NO_ATOMICS):
+    for flag in (*ONE_TILE_FLAGS, _NO_ATOMICS):
         _add(flag)
 
 
 def sums_in_order_on_accelerators() -> bool:
-    return all(flag in os.environ.get("XLA_FLAGS", "") for flag in _ONE_TILE)
+    return all(flag in os.environ.get("XLA_FLAGS", "") for flag in ONE_TILE_FLAGS)
 
 
 _add(_EXCESS_PRECISION)

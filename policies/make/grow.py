@@ -122,6 +122,27 @@ def grown(
     )
 
 
+def with_more_ids(
+    model: ModelConfig, params: Params, vocab_size: int
+) -> tuple[ModelConfig, Params]:
+    """Return a policy with further ids, which its tokenizer lacks and which are never drawn.
+
+    Their rows are zeros. Raises ValueError for fewer ids than the policy has.
+    """
+    more = vocab_size - model.vocab_size
+    if more < 0:
+        raise ValueError(f"expected at least {model.vocab_size} ids, got {vocab_size}")
+
+    def padded(rows_VD: jax.Array) -> jax.Array:
+        return jnp.pad(rows_VD, ((0, more), (0, 0)))
+
+    head_VD = None if params.head_VD is None else padded(params.head_VD)
+    return (
+        dataclasses.replace(model, vocab_size=vocab_size),
+        dataclasses.replace(params, embedding_VD=padded(params.embedding_VD), head_VD=head_VD),
+    )
+
+
 def grown_drafter(drafter: EagleWeights, width: int) -> EagleWeights:
     """Return a drafter with equal logits, for the policy of `width` copies; of design `eagle`.
 
@@ -160,22 +181,48 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--head_width", type=int, default=1)
+    parser.add_argument("--ids", type=int, default=0, help="fill up the vocabulary to so many")
     parser.add_argument("--drafter", type=Path, help="a drafter of the policy, to grow instead")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     if arguments.drafter is not None:
         _grow_drafter(arguments)
         return
-    model, params = hf.load_pretrained(arguments.policy)
-    if arguments.head_width > 1:
-        model, params = with_wider_heads(model, params, arguments.head_width)
-    key = jax.random.key(0)
-    larger = grown(model, params, arguments.width, arguments.layers, key)
-    shape = grown_config(model, arguments.width, arguments.layers)
-    hf.save_pretrained(arguments.output, shape, larger)
-    for name in tokenizer_files.present(arguments.policy):
-        shutil.copyfile(arguments.policy / name, arguments.output / name)
+    shape = grow(
+        arguments.policy,
+        arguments.output,
+        width=arguments.width,
+        num_layers=arguments.layers,
+        head_width=arguments.head_width,
+        vocab_size=arguments.ids,
+    )
     print(f"{arguments.output}: {num_params(shape):,} parameters")
+
+
+def grow(
+    policy: Path,
+    output: Path,
+    *,
+    width: int,
+    num_layers: int,
+    head_width: int = 1,
+    vocab_size: int = 0,
+) -> ModelConfig:
+    """Write the grown policy of a folder with its tokenizer; return its shape.
+
+    `vocab_size` 0 keeps the ids.
+    """
+    model, params = hf.load_pretrained(policy)
+    if head_width > 1:
+        model, params = with_wider_heads(model, params, head_width)
+    larger = grown(model, params, width, num_layers, jax.random.key(0))
+    shape = grown_config(model, width, num_layers)
+    if vocab_size:
+        shape, larger = with_more_ids(shape, larger, vocab_size)
+    hf.save_pretrained(output, shape, larger)
+    for name in tokenizer_files.present(policy):
+        shutil.copyfile(policy / name, output / name)
+    return shape
 
 
 def _grow_drafter(arguments: argparse.Namespace) -> None:

@@ -1,6 +1,7 @@
 """Grown policies: logits of the small one, gradients that differ between copies."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -9,6 +10,9 @@ import pytest
 from policies.make import grow
 from reprise.models.config import ModelConfig, num_params
 from reprise.models.decoder import transformer
+from reprise.rl.gin.loader import load
+from reprise.rl.settings.config import TrainConfig
+from reprise.rl.settings.inputs import open_policy
 from reprise.spec.eagle import model as eagle
 from reprise.spec.eagle.model import EagleWeights
 from reprise.spec.eagle_training.training import unrolled_outputs
@@ -49,6 +53,27 @@ def test_a_policy_with_wider_heads_has_the_same_logits():
     planted = dataclasses.replace(larger.layers[0], key_norm_h=2 * larger.layers[0].key_norm_h)
     other = dataclasses.replace(larger, layers=(planted, *larger.layers[1:]))
     assert not np.allclose(LOGITS(wider, other, TOKENS), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("model", [QWEN3, dataclasses.replace(QWEN2, tied_embeddings=False)])
+def test_further_ids_change_no_logit_of_the_others(model):
+    params = transformer.init(model, jax.random.key(0))
+    larger, padded = grow.with_more_ids(model, params, 64)
+    assert num_params(larger) == sum(x.size for x in jax.tree.leaves(padded))
+    logits = LOGITS(larger, padded, TOKENS)
+    np.testing.assert_array_equal(logits[..., :50], LOGITS(model, params, TOKENS))
+    assert not logits[..., 50:].any()
+    with pytest.raises(ValueError, match="at least 50 ids, got 49"):
+        grow.with_more_ids(model, params, 49)
+
+
+def test_a_folder_grows_with_ids_that_are_never_drawn(tmp_path):
+    tiny = Path(__file__).parents[2] / "policies" / "countdown"
+    shape = grow.grow(tiny, tmp_path / "grown", width=1, num_layers=5, vocab_size=128)
+    config = load(TrainConfig, [], [f"Policy.directory='{tmp_path / 'grown'}'"])
+    _, model, _ = open_policy(config.policy.directory, config.task)
+    assert (model.num_layers, model.vocab_size) == (shape.num_layers, 128) == (5, 128)
+    assert model.unused_ids[-1] == (99, 128)
 
 
 def draft_logits(

@@ -14,22 +14,20 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import same_bits
+from benchmarks.accelerator.budget import Figures, Log
+from benchmarks.accelerator.sizes import Size, random_weights, summary, timed
 from benchmarks.passes import random_texts
 from benchmarks.turns import in_turns
-from reprise.models import sum_in_order_on_accelerators
 from reprise.models.decoder import transformer
 from reprise.models.decoder.layers import linear, rope_turns, rotate
 from reprise.spec.verification.sampling import masses
-
-if TYPE_CHECKING:
-    from benchmarks.gpu.parts import Row, Size
 
 REFERENCE_ROWS = 64
 MAX_LAYERS = 4  # of the policy of `passes`, which has ten programs to compile
@@ -41,15 +39,19 @@ CHOSEN = {  # options of XLA for GPUs, as they are without `sum_in_order_on_acce
 }
 
 
-def rows(size: Size) -> Iterator[Row]:
-    sum_in_order_on_accelerators()  # before jax opens the device
+def rows(size: Size, log: Log) -> Iterator[Figures]:
     most = 4096 if size.name == "real" else 128
-    yield from products(size, [n for n in ROWS if n <= most])
-    yield from elementwise(size, [n for n in ROWS if n <= most])
-    yield from passes(size)
+    row_counts = [n for n in ROWS if n <= most]
+    for part, found in (
+        ("products", products(size, row_counts)),
+        ("elementwise", elementwise(size, row_counts)),
+        ("passes", passes(size)),
+    ):
+        log.phase(part)
+        yield from found
 
 
-def products(size: Size, row_counts: list[int]) -> Iterator[Row]:
+def products(size: Size, row_counts: list[int]) -> Iterator[Figures]:
     rng, dtype = np.random.default_rng(0), jnp.dtype(size.dtype)
     model = size.model
     for inputs, outputs in ((model.d_model, model.d_ff), (model.d_ff, model.d_model)):
@@ -64,7 +66,7 @@ def products(size: Size, row_counts: list[int]) -> Iterator[Row]:
                 yield shape | {"not_run": str(error).splitlines()[0]}
 
 
-def elementwise(size: Size, row_counts: list[int]) -> Iterator[Row]:
+def elementwise(size: Size, row_counts: list[int]) -> Iterator[Figures]:
     rng, model = np.random.default_rng(1), size.model
     x = jnp.asarray(rng.standard_normal((max(row_counts), model.d_model)), size.dtype)
     logits = jnp.asarray(rng.standard_normal((max(row_counts), 4096)), jnp.float32)
@@ -94,13 +96,11 @@ def _by_rows(
     compiled: Callable,
     row_counts: list[int],
     repeats: int,
-    row: Row,
+    row: Figures,
     x: jax.Array,
     *rest: jax.Array,
-) -> Iterator[Row]:
+) -> Iterator[Figures]:
     """Yield a row for each number of rows; arrays with as many rows as x are cut like it."""
-    from benchmarks.gpu.parts import summary, timed
-
     programs = dict[int, tuple[Any, tuple[jax.Array, ...]]]()
     for n in row_counts:
         given = tuple(y[:n] if len(y) == len(x) else y for y in (x, *rest))
@@ -125,9 +125,7 @@ def _by_rows(
         }
 
 
-def passes(size: Size) -> Iterator[Row]:
-    from benchmarks.gpu.parts import random_weights
-
+def passes(size: Size) -> Iterator[Figures]:
     rng, num_layers = np.random.default_rng(2), min(MAX_LAYERS, size.model.num_layers)
     model = dataclasses.replace(size.model, num_layers=num_layers)
     params = random_weights(model, size.dtype)
