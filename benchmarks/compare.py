@@ -31,7 +31,12 @@ from benchmarks.turns import in_turns
 from reprise.models.decoder import transformer
 from reprise.models.formats import hf
 
-MODULES = {"reprise": "reprise", "tunix": "tunix_sampler", "transformers": "transformers_generate"}
+MODULES = {
+    "reprise": "reprise",
+    "tunix": "tunix_sampler",
+    "transformers": "transformers_generate",
+    "vllm": "vllm_generate",
+}
 REQUIRED = {"tunix": 1.5, "transformers": 3.0}  # goals
 
 

@@ -17,13 +17,13 @@ ROWS = (
     ("training: drafts", 110, 30, ""),
     ("rounds: first", 80, 8, ""),
     ("rollouts: transformers", 60, 8, ""),
-    ("rollouts: vllm", 60, 8, ""),
+    ("rollouts: vllm", 90, 8, ""),
     ("rounds: second", 70, 8, ""),
     ("gradient: layer", 50, 8, ""),
     ("gradient: dots", 50, 8, ""),
     ("kernels: pages", 30, 6, ""),
     ("kernels: rows", 30, 6, ""),
-    ("rounds: loops in command buffers", 60, 10, WHILE),
+    ("rounds: loops in command buffers", 75, 10, WHILE),
     ("same bits", 90, 25, ONE_TILE),
 )
 NAMES = tuple(name for name, *_ in ROWS)
@@ -47,12 +47,13 @@ def measures(size_name: str, folder: Path, torch_python: str) -> Measures:
     size = SIZES[size_name]
     steps = Steps(size, folder)
     first, second = size.live_positions
+    others = size, steps, torch_python
     return {
         "training: plain": partial(steps.run, "plain"),
         "training: drafts": partial(steps.run, "drafts"),
         "rounds: first": partial(rounds.rounds, size, first),
-        "rollouts: transformers": partial(rollouts.beside_transformers, size, steps, torch_python),
-        "rollouts: vllm": rollouts.beside_vllm,
+        "rollouts: transformers": partial(rollouts.beside, "transformers", *others),
+        "rollouts: vllm": partial(rollouts.beside, "vllm", *others),
         "rounds: second": partial(rounds.rounds, size, second),
         "gradient: layer": partial(gradient.step, size, "layer"),
         "gradient: dots": partial(gradient.step, size, "dots"),

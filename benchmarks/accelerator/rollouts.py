@@ -1,4 +1,4 @@
-"""Plain rollouts of the grown policy beside `generate` of transformers on the same device.
+"""Plain rollouts of the grown policy beside transformers and vLLM on the same device.
 
 Both draw responses of one length to the same prompts, with log-probabilities and without end
 tokens, in turns; `greedy_agreement` is the share of tokens that equal ours at temperature 0.
@@ -22,31 +22,25 @@ from benchmarks.baselines.reprise import Reprise
 from benchmarks.compare import System, shape_of
 from benchmarks.shape import Shape
 
-VARIANTS = "dynamic/sdpa/all cores", "static/sdpa/all cores"
+VARIANTS = {
+    "transformers": ("dynamic/sdpa/all cores", "static/sdpa/all cores"),
+    "vllm": ("default",),
+}
 REPEATS = 3
-_SEES_DEVICE = """
-import torch, transformers
-assert REAL <= torch.cuda.is_available(), "torch sees no GPU"
-"""
 
 
-def _check_torch(python: str, *, on_gpu: bool) -> None:
-    """Raise NotRun if `generate` cannot run on this device by that interpreter."""
-    code = _SEES_DEVICE.replace("REAL", str(on_gpu))
+def _check(package: str, python: str, *, on_gpu: bool) -> None:
+    """Raise NotRun if that interpreter has no such package, or no torch for this device."""
+    code = f"import {package}, torch; assert {on_gpu} <= torch.cuda.is_available(), 'torch: no GPU'"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
         raise NotRun((done.stderr.splitlines() or ["it fails"])[-1])
 
 
-def beside_vllm(log: Log) -> Iterator[Figures]:
-    raise NotRun("benchmarks/baselines has no driver of vLLM yet")
-    yield {}
-
-
-def beside_transformers(size: Size, steps: Steps, python: str, log: Log) -> Iterator[Figures]:
-    """Yield our speed, then that of each variant of `generate` and its ratio to ours."""
-    log.phase("look for torch")
-    _check_torch(python, on_gpu=jax.default_backend() != "cpu")
+def beside(name: str, size: Size, steps: Steps, python: str, log: Log) -> Iterator[Figures]:
+    """Yield our speed, then that of each variant of the other sampler and its ratio to ours."""
+    log.phase(f"look for {name}")
+    _check(name, python, on_gpu=jax.default_backend() != "cpu")
     policy = str(steps.policy(log))
     batch = Shape(
         batch=size.slots,
@@ -71,17 +65,17 @@ def beside_transformers(size: Size, steps: Steps, python: str, log: Log) -> Iter
     greedy = np.asarray(ours.generate(0, greedy=True)[0])
     figures: Figures = {"system": "reprise", "shape": dataclasses.asdict(shape)}
     yield figures | summary(seconds_T) | _speed(seconds_T, tokens)
-    log.phase("start transformers")
-    other = System("transformers", python, shape, policy)
+    log.phase(f"start {name}")
+    other = System(name, python, shape, policy)
     try:
-        for variant in VARIANTS:
-            log.phase("start transformers")
+        for variant in VARIANTS[name]:
+            log.phase(f"start {name}")
             other.prepare(variant)
             same = np.asarray(other.ask(do="greedy")["tokens"]) == greedy
-            kinds = {"reprise": own_seconds, "transformers": other.seconds}
+            kinds = {"reprise": own_seconds, name: other.seconds}
             seconds = turns_of(log, kinds, REPEATS)
-            seconds_T = seconds["transformers"]
-            figures = {"system": "transformers", "variant": variant}
+            seconds_T = seconds[name]
+            figures = {"system": name, "variant": variant}
             figures |= {"versions": other.hello["versions"]}
             figures |= summary(seconds_T, seconds["reprise"], "to_reprise")
             figures |= _speed(seconds_T, tokens)

@@ -9,6 +9,7 @@ a round of another shape may draw another token: tokens are compared. Nothing is
 from __future__ import annotations
 
 import itertools
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -71,14 +72,17 @@ class Steps:
         output = self.folder / f"policy_{self.size.name}"
         if not output.exists():
             log.phase("grow the policy")
+            part = output.with_suffix(".part")  # a call that is killed leaves no half of it
+            shutil.rmtree(part, ignore_errors=True)
             grow(
                 POLICY,
-                output,
+                part,
                 width=grown.width,
                 num_layers=grown.num_layers,
                 head_width=grown.head_width,
                 vocab_size=grown.vocab_size,
             )
+            part.rename(output)
         return output
 
     def questions(self) -> Path:

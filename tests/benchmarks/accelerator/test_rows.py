@@ -213,8 +213,8 @@ def test_rollouts_beside_another_sampler_with_our_engine_in_its_place(monkeypatc
     """Needs no torch: the other process answers with the same tokens at temperature 0."""
     ours = partial(rollouts.System, "reprise", sys.executable)
     monkeypatch.setattr(rollouts, "System", lambda name, python, *given: ours(*given))
-    monkeypatch.setattr(rollouts, "VARIANTS", ("pages",))
-    monkeypatch.setattr(rollouts, "_check_torch", lambda python, *, on_gpu: None)
+    monkeypatch.setitem(rollouts.VARIANTS, "transformers", ("pages",))
+    monkeypatch.setattr(rollouts, "_check", lambda package, python, *, on_gpu: None)
     monkeypatch.setattr(rollouts, "REPEATS", 5)
     own, other = rows_of("rollouts: transformers", tmp_path)
     assert own["system"] == "reprise" and own["tokens_per_s"] > 0
@@ -222,17 +222,14 @@ def test_rollouts_beside_another_sampler_with_our_engine_in_its_place(monkeypatc
     assert own["shape"]["new_tokens"] == TINY.new_tokens and own["shape"]["vocab"] == 128
 
 
-def test_rollouts_without_torch_are_not_run(tmp_path):
-    python = tmp_path / "python"  # an interpreter without torch
-    python.write_text("#!/bin/sh\necho ModuleNotFoundError: no torch >&2\nexit 1\n")
+@pytest.mark.parametrize("name", ["rollouts: transformers", "rollouts: vllm"])
+def test_rollouts_beside_a_package_that_is_missing_are_not_run(tmp_path, name):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho Traceback >&2\necho ModuleNotFoundError: $2 >&2\nexit 1\n")
     python.chmod(0o755)
-    with pytest.raises(NotRun, match="ModuleNotFoundError: no torch"):
-        rollouts._check_torch(str(python), on_gpu=True)
-
-
-def test_vllm_is_not_run():
-    with pytest.raises(NotRun, match="vLLM"):
-        rows_of("rollouts: vllm")
+    package = name.partition(": ")[2]
+    with pytest.raises(NotRun, match=f"ModuleNotFoundError: import {package}, torch"):
+        next(plan.measures("tiny", tmp_path, str(python))[name](Quiet()))
 
 
 @pytest.mark.soak
