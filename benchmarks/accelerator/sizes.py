@@ -71,6 +71,7 @@ class Size:
     row_tokens: int = 4096
     train_rows: int = 4
     repeats: int = 7
+    passes: int = 10  # at most, whose bits are compared
 
     @property
     def node_count(self) -> int:
@@ -117,6 +118,7 @@ TINY = Size(
     row_tokens=64,
     train_rows=2,
     repeats=5,
+    passes=3,
 )
 SIZES = {"real": Size(), "tiny": TINY}
 
