@@ -54,6 +54,7 @@ from reprise.spec.reuse.rollout_cache import RolloutCache
 from reprise.spec.verification.sampling import NOISE_NAMES, step_key
 
 OnFinish = Callable[[list[Sample] | Exception], None]
+OnTokens = Callable[[int, list[int], list[float]], None]  # of a response, by its number
 RENEWED_AFTER = 10_000  # requests of a rollout, since its tables grow; then a new rollout opens
 LOOK_AFTER = 64
 LOOK_WITHIN = 1024  # fetches between checks whether drafts lose time: idle, busy
@@ -63,43 +64,62 @@ HISTORY_TOKENS = 2**21  # of old responses to draft from; each token takes about
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SampleRequest:
-    """A request for `n` responses to a prompt from `sampler`; `seed` names the noise."""
+    """A request for `n` responses to a prompt from `sampler`.
+
+    `seed` names the noise. Texts have separate noise. A number, 0 to 2³¹ − 1, has the noise of
+    `Sampler.sample` with this seed, where `first` is the number of the first response in the call:
+    n times the number of the prompt.
+    """
 
     sampler: Sampler
     prompt_ids: tuple[int, ...]
     n: int
     sampling: SamplingConfig
-    seed: str
+    seed: str | int
+    first: int = 0
+
+    def ids(self, number: int) -> list[int]:
+        """Return the ids of the engine requests; no other running request has `number`.
+
+        Noise names count up from an offset that a text as `seed` determines, so that no two
+        responses of a request share noise.
+        """
+        first = self.first
+        if isinstance(self.seed, str):
+            digest = hashlib.sha256(self.seed.encode()).digest()
+            first = int.from_bytes(digest[:4], "little")
+        return [(number + i) * NOISE_NAMES + (first + i) % NOISE_NAMES for i in range(self.n)]
 
     def requests(self, number: int, adapter: int, group: int = 0) -> list[Request]:
-        """Return the engine requests; no other running request has `number`.
+        """Return the engine requests."""
+        seed = self.seed if isinstance(self.seed, int) else None
 
-        Noise names count up from an offset that `seed` determines, so that no two responses of a
-        request share noise.
-        """
-        digest = hashlib.sha256(self.seed.encode()).digest()
-        first = int.from_bytes(digest[:4], "little")
-
-        def one(i: int) -> Request:
-            noise = (first + i) % NOISE_NAMES
+        def one(i: int, request_id: int) -> Request:
             return Request(
-                (number + i) * NOISE_NAMES + noise,
+                request_id,
                 self.prompt_ids,
                 group,
                 i,
                 sampling=self.sampling,
                 adapter=adapter,
+                seed=seed,
             )
 
-        return [one(i) for i in range(self.n)]
+        return [one(i, request_id) for i, request_id in enumerate(self.ids(number))]
+
+
+_Waiting = tuple[SampleRequest, OnFinish, OnTokens | None]
 
 
 @dataclasses.dataclass(eq=False)
 class _Running:
     request: SampleRequest
     place: int
+    group: int  # of its responses, for drafts
     on_finish: OnFinish
+    on_tokens: OnTokens | None
     done: list[Trajectory] = dataclasses.field(default_factory=list)
+    num_shown: dict[int, int] = dataclasses.field(default_factory=dict)  # by sample index
 
 
 class _Places:
@@ -155,7 +175,7 @@ class Stream:
         self._history = GrowingHistory(0)
         if config.speculation.history_source is not None:
             self._history = GrowingHistory(HISTORY_TOKENS, history_rule(config.speculation))
-        self._waiting = collections.deque[tuple[SampleRequest, OnFinish]]()
+        self._waiting = collections.deque[_Waiting]()
         self._running: dict[int, _Running] = {}  # by the number of its first response
         self._number = self._num_idle = 0
         self._num_tokens: tuple[int, int] | None = None  # at the last fetch
@@ -186,11 +206,14 @@ class Stream:
             one = lora.no_adapters(rollouts.inputs.model, self._engine.dtype)
             lora.put_adapter(none, one, jnp.int32(0))
 
-    def add(self, request: SampleRequest, on_finish: OnFinish) -> None:
+    def add(
+        self, request: SampleRequest, on_finish: OnFinish, on_tokens: OnTokens | None = None
+    ) -> None:
         """Queue a request; a later `step` calls `on_finish` with the responses.
 
-        `on_finish` gets a ValueError if logits of a response are not finite. Raises ValueError for
-        a request that cannot run.
+        `on_tokens` is called with the new tokens of a response and their log-probs, before the
+        response is complete; it need not get the last tokens. `on_finish` gets a ValueError if
+        logits of a response are not finite. Raises ValueError for a request that cannot run.
         """
         config = self._rollouts.config
         tokens = len(request.prompt_ids)
@@ -204,7 +227,15 @@ class Stream:
                 f"{tokens} and {request.sampling.max_new_tokens}: lower max_tokens, or raise "
                 "Rollout.max_prompt_tokens and Sampling.max_new_tokens of the server"
             )
-        self._waiting.append((request, on_finish))
+        self._waiting.append((request, on_finish, on_tokens))
+
+    def drop(self, request: SampleRequest) -> None:
+        """Drop a request that waits or runs, without a call of `on_finish`; ignore any other."""
+        others = [waiting for waiting in self._waiting if waiting[0] is not request]
+        self._waiting = collections.deque(others)
+        for number, running in list(self._running.items()):
+            if running.request is request:
+                self._abandon(number)
 
     def step(self) -> None:
         """Run the rounds of one fetch; an error drops all requests."""
@@ -218,6 +249,7 @@ class Stream:
                 for t in self._engine.step():
                     assert isinstance(t, Trajectory), "whole requests have no chunks"
                     self._end(t)
+                self._show()
                 self._check_progress()
                 self._look()
             except BaseException:
@@ -307,7 +339,7 @@ class Stream:
         No request joins a rollout that must be renewed.
         """
         while self._waiting and not self._ends:
-            request, on_finish = self._waiting[0]
+            request, on_finish, on_tokens = self._waiting[0]
             place, is_new = self._places.claim(request.sampler)
             if place is None:
                 return
@@ -317,9 +349,10 @@ class Stream:
                 at = jnp.int32(place)
                 self._adapters = lora.put_adapter(self._adapters, adapter, at)
                 self._engine.use(self._params())
-            self._running[self._number] = _Running(request, place, on_finish)
-            self._places.busy[place] += 1
             group = self._history.begin(request.prompt_ids, request.n)
+            running = _Running(request, place, group, on_finish, on_tokens)
+            self._running[self._number] = running
+            self._places.busy[place] += 1
             requests = request.requests(self._number, self._places.numbers[place], group)
             self._engine.add([PartialRequest(r) for r in requests])
             self._number += request.n
@@ -342,21 +375,38 @@ class Stream:
         version = request.sampler.version
         running.on_finish([self._rollouts.to_sample(t, sampling, version) for t in running.done])
 
+    def _show(self) -> None:
+        """Call `on_tokens` with the tokens since the last call."""
+        for number, running in self._running.items():
+            if running.on_tokens is None:
+                continue
+            for i, request_id in enumerate(running.request.ids(number)):
+                shown = running.num_shown.get(i, 0)
+                tokens, logprobs = self._engine.rows.table.response(request_id, shown)
+                if len(tokens):
+                    running.num_shown[i] = shown + len(tokens)
+                    running.on_tokens(i, tokens.tolist(), logprobs.tolist())
+
     def _fail(self, number: int, t: Trajectory) -> None:
         """Fail a request because logits of one of its responses are not finite."""
-        running = self._free(number)
-        request = running.request
-        for _ in range(request.n - len(running.done)):
-            self._leave_group(t.group_id, None)
-        rest = request.requests(number, self._places.numbers[running.place])
-        self._engine.remove([r.request_id for r in rest])
+        running = self._abandon(number)
+        version = running.request.sampler.version
         running.on_finish(
             ValueError(
-                f"the logits of these weights (version {request.sampler.version}) after "
+                f"the logits of these weights (version {version}) after "
                 f"{t.num_tokens - 1} tokens of response {t.sample_index} are not finite: no token "
                 "can be drawn; fix: sample from other weights, and train with a lower learning rate"
             )
         )
+
+    def _abandon(self, number: int) -> _Running:
+        """Remove a running request and its unfinished responses."""
+        running = self._free(number)
+        request = running.request
+        for _ in range(request.n - len(running.done)):
+            self._leave_group(running.group, None)
+        self._engine.remove(request.ids(number))
+        return running
 
     def _free(self, number: int) -> _Running:
         """Remove a running request; its place becomes free if no other request runs there."""

@@ -57,6 +57,7 @@ class Request:
     sampling: SamplingConfig | None = None
     begun: tuple[int, ...] = ()  # tokens drawn with the same noise and older weights
     adapter: int = 0  # index of its adapter in the rollout, modulo their number
+    seed: int | None = None  # of its noise, as `step_key(seed, 0)`; None: the key of the rollout
 
     def limit(self, sampling: SamplingConfig) -> int:
         """Return the maximum length of the response, in a rollout with this sampling."""

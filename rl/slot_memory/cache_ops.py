@@ -16,20 +16,28 @@ from reprise.models.attention.entries import Entries, Kind, pin
 from reprise.models.attention.kv_cache import KVCache, map_arrays
 from reprise.models.sharding import constrain, replicated
 from reprise.rl.records.trajectory import HostKv
-from reprise.spec.verification.sampling import Processing
+from reprise.spec.verification.sampling import Processing, step_key
 from reprise.spec.verification.verify import Slots
 
 STATE_COPY_TOKENS = 1024  # positions of one copy of hidden states, at most
 PAGES_AT_ONCE = 16  # pages that one call copies, reads or writes
 # Columns of the integer table that `make_slots` turns into device slots.
-COLUMNS = ("last_token", "length", "emitted", "limit", "active", "request_id", "top_k", "adapter")
+COLUMNS = (
+    *("last_token", "length", "emitted", "limit", "active", "request_id", "seed", "top_k"),
+    "adapter",
+)
 
 
 @jax.jit
 def make_slots(ints_BC: jax.Array, floats_B2: jax.Array, key: jax.Array) -> Slots:
-    """Make device slots from host tables: integer `COLUMNS`, and (temperature, top_p)."""
+    """Make device slots from host tables: integer `COLUMNS`, and (temperature, top_p).
+
+    Requests without a seed (−1) have the noise of `key`.
+    """
     column = dict(zip(COLUMNS, ints_BC.T, strict=True))
-    keys = jax.vmap(lambda r: jax.random.fold_in(key, r))(column.pop("request_id"))
+    seed_B = column.pop("seed")
+    base_B = jnp.where(seed_B < 0, key, jax.vmap(step_key, (0, None))(seed_B, 0))
+    keys = jax.vmap(jax.random.fold_in)(base_B, column.pop("request_id"))
     active = column.pop("active") > 0
     top_k_B = column.pop("top_k")
     processing = Processing(floats_B2[:, 0], top_k_B, floats_B2[:, 1])

@@ -104,6 +104,7 @@ class SlotTable:
         self._num_entered = 0
         self._live: LiveSlots | None = None  # as last returned, while the rows are the same
         self.request_ids_B = np.zeros(B, np.int64)
+        self.seed_B = np.zeros(B, np.int32)  # −1: the noise of the rollout
         self.group_ids_B = np.zeros(B, np.int64)
         self.rule_B = np.zeros(B, np.int32)  # of `endings`; `state_B` is the state of the text
         self.state_B = np.zeros(B, np.int32)
@@ -191,6 +192,7 @@ class SlotTable:
         self.prompts[row] = None
         known = self.known_prompts.of(request)
         self.adapter_B[row] = request.adapter
+        self.seed_B[row] = -1 if request.seed is None else request.seed
         self.retained_tokens_B[row] = 0
         self.prompt_B[row] = known.number
         self.tokens_BL[row, :n] = known.tokens
@@ -391,6 +393,14 @@ class SlotTable:
             response_so_far = self.cached.reused(row, started, response_so_far)
         return PartialRequest(started.request, response_so_far)
 
+    def response(self, request_id: int, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of a response from `first` on, and log-probs; none without a row."""
+        (rows,) = np.nonzero(self.busy_B & (self.request_ids_B == request_id))
+        b = int(rows[0]) if len(rows) else 0
+        end = int(self.total_tokens_B[b]) if len(rows) else 0
+        at = slice(int(self.prompt_tokens_B[b]) + first, end)
+        return self.tokens_BL[b, at], self.logprobs_BL[b, at]
+
     def live(self) -> LiveSlots:
         """Return the rows that take part in rounds, as drafters see them.
 
@@ -466,6 +476,7 @@ class SlotTable:
             self.limit_B,
             self.live_B,
             np.where(self.busy_B, noise_names(self.request_ids_B), 0),
+            np.where(self.busy_B, self.seed_B, -1),
             np.where(self.busy_B, self.processing_B3[:, 1], 0),
             self.adapter_B % self.num_adapters,
         )

@@ -79,19 +79,24 @@ def with_budget(policy, budget, lines=None):
     return Stream(rollouts, policy._learner.base, 2, [].append if lines is None else lines.append)
 
 
-def run(stream: Stream, *requests: SampleRequest, late=()):
-    """Return the tokens of each request's responses; a late one joins after each of some steps."""
+def drawn(stream: Stream, *requests: SampleRequest, late=()):
+    """Return each request's responses; a late one joins after each of some steps."""
     found, late = {}, list(late)
     requests = list(requests)
     for request in requests:
-        stream.add(request, lambda samples, seed=request.seed: found.update({seed: samples}))
+        stream.add(request, functools.partial(found.__setitem__, request))
     while stream.has_work or late:
         stream.step()
         if late:
             request = late.pop(0)
             requests.append(request)
-            stream.add(request, lambda samples, seed=request.seed: found.update({seed: samples}))
-    return [[sample.token_ids for sample in found[request.seed]] for request in requests]
+            stream.add(request, functools.partial(found.__setitem__, request))
+    return [found[request] for request in requests]
+
+
+def run(stream: Stream, *requests: SampleRequest, late=()):
+    """Return the tokens of each request's responses."""
+    return [[x.token_ids for x in some] for some in drawn(stream, *requests, late=late)]
 
 
 def test_requests_are_functions_of_themselves(policy, stream):
@@ -316,3 +321,68 @@ def test_a_stream_that_is_never_idle_is_renewed(policy, stream, monkeypatch):
     found = run(stream, *requests)
     assert len(opened) >= 2
     assert found == [run(stream, request)[0] for request in requests]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_number_as_seed_has_the_noise_of_samples(policy, stream, drafting, drafts):
+    """Each of several prompts of a call, beside requests with noise of their own."""
+    prompts = [(1, 2, 3, 4), (5, 6, 7)]
+    sampler = moved(policy, 3)
+    sampling = SamplingConfig(temperature=20.0, top_p=0.9, max_new_tokens=9)
+    wanted = sampler.sample(prompts, 3, sampling, seed=11)
+    requests = [
+        SampleRequest(sampler, ids, 3, sampling, 11, first=3 * i) for i, ids in enumerate(prompts)
+    ]
+    other = SampleRequest(sampler, prompts[0], 2, sampling, "seed 11")
+    *found, own = drawn(drafting if drafts else stream, *requests, other)
+    for group, samples in zip(wanted, found, strict=True):
+        assert [s.token_ids for s in group] == [s.token_ids for s in samples]
+        for one, another in zip(group, samples, strict=True):
+            np.testing.assert_array_equal(one.logprobs, another.logprobs)
+    assert [s.token_ids for s in own] != [s.token_ids for s in wanted[0][:2]]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_tokens_are_shown_in_order_before_the_end(policy, stream, drafting, drafts):
+    """Tokens but the last ones of a response, once, if it takes several fetches."""
+    used = drafting if drafts else stream
+    shown, done = [([], []) for _ in range(8)], []
+
+    def on_tokens(index, tokens, logprobs):
+        shown[index][0].extend(tokens)
+        shown[index][1].extend(logprobs)
+
+    sampling = SamplingConfig(max_new_tokens=50)
+    request = SampleRequest(policy.sampler(), (1, 2, 3), 8, sampling, "a")
+    used.add(request, done.append, on_tokens)
+    while used.has_work:
+        used.step()
+    [samples] = done
+    for sample, (tokens, logprobs) in zip(samples, shown, strict=True):
+        assert tokens == sample.token_ids[: len(tokens)]
+        assert logprobs == sample.logprobs[: len(tokens)].tolist()
+    longest = max(range(8), key=lambda i: len(samples[i].token_ids))
+    assert 0 < len(shown[longest][0]) < len(samples[longest].token_ids)
+
+
+def test_a_dropped_request_frees_its_rows_and_changes_no_other(policy, stream):
+    """Also one that waits; an unknown one is ignored."""
+    sampler = policy.sampler()
+    sampling = SamplingConfig(max_new_tokens=16)
+    dropped = [SampleRequest(sampler, (1, 2, 3), 6, sampling, name) for name in "ab"]
+    kept = SampleRequest(sampler, (1, 2, 3), 2, sampling, "c")
+    [alone] = run(stream, kept)
+    done = []
+    for request in (*dropped, kept):
+        stream.add(request, lambda samples, request=request: done.append((request, samples)))
+    stream.step()
+    for request in (*dropped, *dropped):
+        stream.drop(request)
+    late = SampleRequest(sampler, (1, 2, 3), 1, sampling, "d")
+    stream.add(late, None)
+    stream.drop(late)
+    while stream.has_work:
+        stream.step()
+    [(request, samples)] = done
+    assert request is kept and [s.token_ids for s in samples] == alone
+    assert not stream._places.busy[0] and not stream._places.busy[1]

@@ -25,6 +25,30 @@ def test_two_requests_may_have_the_same_noise():
     assert table.live().request_ids_A.tolist() == ids
 
 
+def test_the_seed_of_a_request_is_a_column_and_ends_with_it():
+    table = SlotTable(1, 16, Endings(SamplingConfig(max_new_tokens=8)))
+    seeds = []
+    for request in (Request(0, (1,), seed=7), Request(1, (1,))):
+        table.enter(0, PartialRequest(request))
+        seeds.append(table.device_columns()[0, COLUMNS.index("seed")])
+        table.leave(0, 0)
+        seeds.append(table.device_columns()[0, COLUMNS.index("seed")])
+    assert seeds == [7, -1, -1, -1]
+
+
+def test_the_response_of_a_request_is_read_from_a_token_on():
+    table = SlotTable(2, 16, Endings(SamplingConfig(max_new_tokens=8)))
+    table.enter(1, PartialRequest(Request(4, (1, 2, 3))))
+    tokens_BN = np.array([[0, 0], [7, 8]], np.int32)
+    logprobs_BN = np.array([[0, 0], [-1, -2]], np.float32)
+    none_B = np.zeros(2, np.int32)
+    table.commit(tokens_BN, logprobs_BN, np.array([0, 2], np.int32), none_B > 0, none_B)
+    for first, expected in ((0, [7, 8]), (1, [8]), (2, [])):
+        assert table.response(4, first)[0].tolist() == expected
+    assert table.response(4, 1)[1].tolist() == [-2]
+    assert not len(table.response(5)[0])
+
+
 def test_arrays_of_live_rows_are_the_same_objects_until_the_rows_change():
     table = SlotTable(2, 16, Endings(SamplingConfig(max_new_tokens=8)))
     table.enter(0, PartialRequest(Request(4, (1, 2, 3))))
