@@ -14,6 +14,8 @@ loop      GRPO steps through the server, by the client, in turns with the same s
           checkout too, whose noise may have other names: its seconds over the server's.
 restart   `--clients` send `--requests` each; the server is killed on the way and starts again:
           requests without an answer.
+clients   Packages of PyPI, unmodified, call the token endpoint and OpenAI's routes: calls that
+          fail, and tokens that differ from `Policy.sample`. `--python` has the packages.
 
 `loop` and `restart` need the package `tinker`.
 """
@@ -22,7 +24,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -48,6 +53,7 @@ RANK = "Policy.lora_rank=32"
 ALL = "Policy.lora_targets=('attention', 'mlp', 'head')"
 DRAFTS = "Speculation.budget='goodput'"  # as in the server
 KEY = "tml-local"
+CHAT = "{% for m in messages %}{{ m.content }}\n{% endfor %}"  # the prompts of policies/tiny
 LIMIT_S = 300.0
 RATE = 1e-3
 Ids = Sequence[int]
@@ -412,12 +418,64 @@ def restart(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def clients(arguments: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder, "policy")
+        shutil.copytree(environment.ROOT / arguments.policy, place)
+        (place / "chat_template.jinja").write_text(CHAT)
+        arguments.policy = str(place)
+        server = Server(arguments, Path(folder, "server"))
+        numbers = np.random.default_rng(0).integers(1, 100, (arguments.groups, 2)).tolist()
+        texts = [f"{a} + {b} =" for a, b in numbers]
+        seeds = list(range(arguments.repeats))
+        most = arguments.new_tokens
+        given = {"address": server.address, "key": KEY, "model": arguments.policy}
+        given |= {"prompts": texts, "seeds": seeds, "max_tokens": most}
+        done = subprocess.run(
+            [str(arguments.python or sys.executable), "-m", "benchmarks.baselines.clients"],
+            input=json.dumps(given),
+            cwd=environment.ROOT,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        server.stop(signal.SIGTERM)
+        done.check_returncode()
+        policy = open_policy(arguments).with_new_adapter()
+    found = json.loads(done.stdout.splitlines()[-1])
+    expected = dict[tuple[bool, int, int], list[int]]()
+    for seed in seeds:
+        for i, text in enumerate(texts):
+            chat = policy.tokenizer.apply_chat_template([{"role": "user", "content": text}])
+            for is_text, prompt in ((True, text), (False, chat)):
+                sampling = SamplingConfig(max_new_tokens=most)
+                [[sample]] = policy.sample([prompt], 1, sampling, seed=seed)
+                expected[is_text, i, seed] = sample.token_ids
+    differing_tokens = tokens = 0
+    for call in found["calls"]:
+        if call.get("tokens") is not None:
+            own = expected["completion" in call["name"], call["prompt"], call["seed"]]
+            pairs = list(itertools.zip_longest(own, call["tokens"]))
+            tokens += len(pairs)
+            differing_tokens += sum(a != b for a, b in pairs)
+    errors = [f"{x['name']}: {x['error']}" for x in found["calls"] if "error" in x]
+    return {
+        "policy": "policies/tiny",
+        "packages": found["versions"],
+        "calls": len(found["calls"]),
+        "calls_that_fail": len(errors),
+        "tokens": tokens,
+        "tokens_that_differ": differing_tokens,
+        "errors": sorted(set(errors))[:8],
+    }
+
+
 if __name__ == "__main__":
     environment.run(
         __doc__,
         {
             **{"dialogue": dialogue, "adapter": adapter, "places": places},
-            **{"drafts": drafts, "loop": loop, "restart": restart},
+            **{"drafts": drafts, "loop": loop, "restart": restart, "clients": clients},
         },
         environment.TRAINING,
         policy="policies/tiny",
@@ -434,4 +492,5 @@ if __name__ == "__main__":
         requests=100,
         repeats=5,
         before=Path,
+        python=Path,
     )

@@ -122,9 +122,10 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             *("warm_up", "weights", "workers"),
         },
         "server": {"http", "python"},
+        "endpoint": {"http", "python", "server"},
         "commands": {
-            *("ablation", "assembly", "checkpoint", "data", "drafter_training", "exchange"),
-            *("export", "gin", "http", "learner", "metrics", "placement", "preflight"),
+            *("ablation", "assembly", "checkpoint", "data", "drafter_training", "endpoint"),
+            *("exchange", "export", "gin", "http", "learner", "metrics", "placement", "preflight"),
             *("python", "reports", "rewards", "run", "server", "settings", "simulation"),
             *("workers",),
         },

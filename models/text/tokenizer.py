@@ -110,12 +110,15 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
         **variables: Any,
     ) -> list[int]:
         """Return the ids of a conversation of `{"role", "content"}` in the chat template.
 
-        `variables` are other template variables, such as `enable_thinking=False`. Raises ValueError
-        without a template, if the template fails or exceeds a limit, and for reserved variables.
+        `tools` are JSON schemas of functions. `variables` are other template variables, such as
+        `enable_thinking=False`. Raises ValueError without a template, for tools that the template
+        does not show, if the template fails or exceeds a limit, and for reserved variables.
         """
         if not self.has_chat_template:
             raise ValueError(
@@ -123,11 +126,17 @@ class Tokenizer:
                 "Task.chat_template, add a chat_template.jinja to the policy, or use plain prompts"
             )
         chat_templates.check_variables(variables, self.specials)
+        if tools and "tools" not in self.chat_template:
+            raise ValueError(
+                "tools: expected a chat template that shows tools, got one that does not: leave "
+                "the tools out, or describe them in a message"
+            )
         text = chat_templates.SHARED.render(
             self.chat_template,
             messages,
             self.day,
             add_generation_prompt=add_generation_prompt,
+            **({"tools": list(tools)} if tools else {}),
             **self.specials,
             **variables,
         )

@@ -4,8 +4,10 @@
     TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python your_loop.py
 
 Clients train low-rank adapters of the policy (`Policy.lora_rank` at most, by default 32) and sample
-from them. Checkpoints and records are in --folder, and a restarted server loads them. Settings are
-fields of a training configuration: sizes of prompts, responses and batches, and the mesh.
+from them. Clients of OpenAI's API sample too, at http://127.0.0.1:8000/v1, and trainers post token
+ids to http://127.0.0.1:8000/inference/v1/generate. Checkpoints and records are in --folder, and a
+restarted server loads them. Settings are fields of a training configuration: sizes of prompts,
+responses and batches, and the mesh.
 """
 
 from __future__ import annotations
@@ -114,6 +116,7 @@ def _open(args: argparse.Namespace, overrides: Sequence[str]) -> Any:
         from google import protobuf  # noqa: F401
     except ImportError as error:
         raise ImportError(f"{error}: {install_hint('serve')}") from error
+    from reprise.rl.endpoint.routes import ROUTES
     from reprise.rl.python.api import Policy
     from reprise.rl.server.app import make_app
     from reprise.rl.server.records import Records
@@ -131,7 +134,8 @@ def _open(args: argparse.Namespace, overrides: Sequence[str]) -> Any:
     records = Records(Path(args.folder))
     stream = policy.stream(args.adapters, say)
     key = os.environ.get(KEY)
-    return make_app(served, stream, records, key, _hosts(args.host), warms_up=True)
+    hosts = _hosts(args.host)
+    return make_app(served, stream, records, key, hosts, more=[ROUTES], warms_up=True)
 
 
 def _serve(app: Any, sock: socket.socket, args: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -82,7 +83,7 @@ def encode_prompt(tokenizer: Tokenizer, example: Example, config: TaskConfig) ->
     try:
         if tokenizer.has_chat_template and uses_template:
             _check_marks(tokenizer, messages)
-            variables = dict(config.chat_template_kwargs)
+            variables: dict[str, Any] = dict(config.chat_template_kwargs)
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **variables)
         else:
             ids = _encode_plainly(tokenizer, messages)

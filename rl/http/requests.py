@@ -37,8 +37,10 @@ def error(status: int, text: str) -> Response:
 
 def refusal(
     request: Request, hosts: tuple[str, ...] | None, api_key: str | None
-) -> Response | None:
-    """Return an error for a request to another host or from an unauthorized client, else None.
+) -> tuple[int, str] | None:
+    """Return status and text for a request to another host or without the key, else None.
+
+    Clients send the key as X-API-Key, or as a bearer token.
 
     A page of another site can send requests to loopback, and its name is the Host after DNS
     rebinding. Programs send no Origin. If `hosts` is None, any Host is accepted, which needs a key.
@@ -46,16 +48,21 @@ def refusal(
     host = request.headers.get("host", "")
     origin = request.headers.get("origin")
     if hosts is not None and _name(host) not in hosts:
-        return error(421, f"expected the Host {' or '.join(hosts)}, got {host!r:.100}")
+        return 421, f"expected the Host {' or '.join(hosts)}, got {host!r:.100}"
     if origin is not None and _netloc(origin) != host:
-        return error(403, f"expected no Origin, got {origin!r:.100}: this is no site for browsers")
+        return 403, f"expected no Origin, got {origin!r:.100}: this is no site for browsers"
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind not in ("", JSON_TYPE, wire.CONTENT_TYPE):
-        return error(415, f"expected {JSON_TYPE} or {wire.CONTENT_TYPE}, got {kind!r:.100}")
-    key = request.headers.get("x-api-key", "").encode()
-    if api_key is not None and not hmac.compare_digest(key, api_key.encode()):
-        return error(401, "expected the server's key in TINKER_API_KEY")
+        return 415, f"expected {JSON_TYPE} or {wire.CONTENT_TYPE}, got {kind!r:.100}"
+    if api_key is not None and not hmac.compare_digest(_key(request), api_key.encode()):
+        return 401, "expected the server's key: TINKER_API_KEY, or the api_key of an OpenAI client"
     return None
+
+
+def _key(request: Request) -> bytes:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    bearer = token.strip() if scheme.lower() == "bearer" else ""
+    return (request.headers.get("x-api-key") or bearer).encode()
 
 
 def _netloc(url: str) -> str | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import sys
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -38,6 +39,14 @@ CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False}  # so that parts of a call arr
 Handler = Callable[[Service, Request, Hold], Awaitable[Response]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Routes:
+    """Methods, paths and handlers, and the form of their errors from a status and a text."""
+
+    handlers: Sequence[tuple[str, str, Handler]]
+    error: Callable[[int, str], Response]
+
+
 def make_app(
     served: Served,
     stream: Stream,
@@ -45,12 +54,14 @@ def make_app(
     api_key: str | None = None,
     hosts: tuple[str, ...] | None = LOOPBACK,
     *,
+    more: Sequence[Routes] = (),
     warms_up: bool = False,
 ) -> Starlette:
     """Return the application, which samples from `stream`; clients need `api_key` unless None.
 
-    `hosts` are the accepted host names of the server (None: any). If `warms_up`, the sampling
-    programs compile in the background as soon as the server runs, and samples wait for them.
+    The routes are Tinker's, and `more`. `hosts` are the accepted host names of the server (None:
+    any). If `warms_up`, the sampling programs compile in the background as soon as the server runs,
+    and samples wait for them.
     """
     account = Account()
 
@@ -66,10 +77,13 @@ def make_app(
             finally:
                 ticks.cancel()
 
-    def guarded(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    def guarded(
+        handler: Handler, error: Callable[[int, str], Response]
+    ) -> Callable[[Request], Awaitable[Response]]:
         async def guard(request: Request) -> Response:
             if (refused := incoming.refusal(request, hosts, api_key)) is not None:
-                return refused
+                status, text = refused
+                return error(status, text)
             hold = Hold(account)
             try:
                 response = await handler(request.app.state.service, request, hold)
@@ -77,15 +91,18 @@ def make_app(
                     return InParts(response, Hold(account))
                 return response
             except Exception as failure:
-                return _failed(failure, records)
+                status, text = _failed(failure, records)
+                return error(status, text)
             finally:
                 hold.release()
 
         return guard
 
+    tinker = Routes([(method, f"/api/v1/{path}", h) for method, path, h in _ROUTES], error)
     routes = [
-        Route(f"/api/v1/{path}", guarded(handler), methods=[method])
-        for method, path, handler in _ROUTES
+        Route(path, guarded(handler, some.error), methods=[method])
+        for some in (tinker, *more)
+        for method, path, handler in some.handlers
     ]
     return Starlette(routes=routes, lifespan=lifespan)
 
@@ -99,17 +116,17 @@ async def _tick(service: Service) -> None:
             say("".join(traceback.format_exception(failure)), sys.stderr)
 
 
-def _failed(failure: Exception, records: Records) -> Response:
-    """Return the response to a failed request."""
+def _failed(failure: Exception, records: Records) -> tuple[int, str]:
+    """Return the status and the text of a failed request."""
     for kind, status in STATUSES.items():
         if isinstance(failure, kind):
-            return error(status, str(failure))
+            return status, str(failure)
     if isinstance(failure, ClientDisconnect):
-        return error(400, "the client has gone")
+        return 400, "the client has gone"
     if (text := no_space(failure, records.folder)) is not None:
-        return error(507, text)
+        return 507, text
     say("".join(traceback.format_exception(failure)), sys.stderr)
-    return error(500, f"{type(failure).__name__} in the server: see its log")
+    return 500, f"{type(failure).__name__} in the server: see its log"
 
 
 # -- handlers --------------------------------------------------------------------------------

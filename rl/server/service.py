@@ -19,7 +19,7 @@ from reprise.rl.http.account import Busy as Busy
 from reprise.rl.http.answers import Answers
 from reprise.rl.python.api import Datum, Policy
 from reprise.rl.python.sampler import Sample, Sampler
-from reprise.rl.python.stream import SampleRequest
+from reprise.rl.python.stream import OnTokens, SampleRequest
 from reprise.rl.server import bodies
 from reprise.rl.server.bodies import SHORT, Unknown, field, number, texts
 from reprise.rl.server.listings import Listings
@@ -394,24 +394,48 @@ class Service:
         sampling = bodies.parse_sampling(params, len(tokens), limit)
         noise = request_id if seed is None else f"seed {seed}"
 
-        used = list[Sampler]()  # kept even if the checkpoint is deleted or replaced later
+        def request(sampler: Sampler) -> SampleRequest:
+            return SampleRequest(sampler, tokens, n, sampling, noise)
 
-        def request() -> SampleRequest:
-            used.append(self.weights.sampler(path))
-            return SampleRequest(used[0], tokens, n, sampling, noise)
-
-        def finish(samples: list[Sample]) -> Result:
-            prompt_logps = None
-            if wants_prompt:
-                prompt_logps = np.zeros(0, np.float32)
-                if len(tokens) > 1:
-                    [prompt_logps] = used[0].forward([Datum(tokens[:-1], tokens[1:])])
+        def finish(sampler: Sampler, samples: list[Sample]) -> Result:
+            prompt_logps = prompt_logprobs(sampler, tokens) if wants_prompt else None
             return bodies.sampled(samples, prompt_logps)
 
-        self._worker.sample(request, finish, self._open(request_id, SAMPLE_BYTES * n))
+        self.draw(path, request, finish, self._open(request_id, SAMPLE_BYTES * n))
         return answer
+
+    def draw(
+        self,
+        path: str | None,
+        request: Callable[[Sampler], SampleRequest],
+        finish: Callable[[Sampler, list[Sample]], Any],
+        on_result: Callable[[Any], None],
+        on_tokens: OnTokens | None = None,
+    ) -> Callable[[], None]:
+        """Queue a request for samples from a checkpoint, None for the plain policy.
+
+        `on_result` gets the result of `finish`, or an object with `error` and `category`. Return a
+        function that drops the request.
+        """
+        used = list[Sampler]()  # kept even if the checkpoint is deleted or replaced later
+
+        def make() -> SampleRequest:
+            used.append(self.weights.sampler(path))
+            return request(used[0])
+
+        return self._worker.sample(
+            make, lambda samples: finish(used[0], samples), on_result, on_tokens
+        )
 
     def capabilities(self) -> Record:
         limit = self.policy.config.longest_tokens
         model = {"model_name": self.name, "max_context_length": limit}
         return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
+
+
+def prompt_logprobs(sampler: Sampler, tokens: tuple[int, ...]) -> np.ndarray:
+    """Return the log-probs of all tokens of a prompt but the first, float32 [T − 1]."""
+    if len(tokens) < 2:
+        return np.zeros(0, np.float32)
+    [logps] = sampler.forward([Datum(tokens[:-1], tokens[1:])])
+    return logps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -58,6 +59,7 @@ class Weights:
                 "expires_s": None if lives_s is None else now_s + lives_s,
                 "user_metadata": metadata,
                 "sampling_session": sampling_session,
+                "version": policy.version,
             }
             changes: list[Change] = [("checkpoints", path, record)]
             if sampling_session is not None:
@@ -85,6 +87,9 @@ class Weights:
         key = None if path is None else self._records.checkpoint(path)["folder"]
         if (sampler := self._samplers.get(key)) is None:
             sampler = self._adapted(path).sampler()
+            if path is not None:  # a folder for `peft` does not hold the number of updates
+                version = self._records.checkpoint(path).get("version", sampler.version)
+                sampler = dataclasses.replace(sampler, version=version)
         self._keep(key, sampler)
         return sampler
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from reprise.rl.http.account import Busy
 from reprise.rl.python.sampler import Sample
-from reprise.rl.python.stream import SampleRequest, Stream
+from reprise.rl.python.stream import OnTokens, SampleRequest, Stream
 from reprise.rl.runtime.progress import progress, say
 from reprise.rl.server.records import no_space
 
@@ -60,9 +60,15 @@ class Worker:
         request: Callable[[], SampleRequest],
         finish: Callable[[list[Sample]], Result],
         on_result: OnResult,
-    ) -> None:
-        """Queue a request for samples; `finish` converts the samples to a result."""
+        on_tokens: OnTokens | None = None,
+    ) -> Callable[[], None]:
+        """Queue a request for samples; `finish` converts the samples to a result.
+
+        `on_tokens` is called in the event loop with tokens of unfinished responses. Return a
+        function that drops the request, which then has no result unless it already has one.
+        """
         key = object()
+        sent = list[SampleRequest]()
 
         def done(samples: list[Sample] | Exception) -> None:
             del self._sampling[key]
@@ -70,15 +76,25 @@ class Worker:
                 return self._deliver(on_result, self._failure(samples))
             self._deliver(on_result, self._result(lambda: finish(samples)))
 
+        def shown(index: int, tokens: list[int], logprobs: list[float]) -> None:
+            assert on_tokens is not None
+            self._loop.call_soon_threadsafe(on_tokens, index, tokens, logprobs)
+
         def job() -> None:
             try:
-                self._stream.add(request(), done)
+                sent.append(request())
+                self._stream.add(sent[0], done, None if on_tokens is None else shown)
             except Exception as error:
                 self._deliver(on_result, self._failure(error))
             else:
                 self._sampling[key] = on_result
 
+        def drop() -> None:
+            if self._sampling.pop(key, None) is not None:
+                self._stream.drop(sent[0])
+
         self._put(job)
+        return lambda: self._put(drop)
 
     def close(self) -> None:
         """Stop after the current operation, or during compilation, which leaves nothing to save."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
 import socket
@@ -25,11 +26,20 @@ from tests.support.served import in_thread
 NAME = "idle"
 
 
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    version: int = 0
+
+    def forward(self, data: Any) -> list[np.ndarray]:
+        return [np.zeros(len(data[0]), np.float32)]
+
+
 class Policy:
     """A policy without weights, whose checkpoints are files of zeros."""
 
     model = SimpleNamespace(lora=SimpleNamespace(rank=8))
     config = SimpleNamespace(longest_tokens=64)
+    version = 0
 
     def __init__(self, checkpoint_bytes: int = 1) -> None:
         self._checkpoint_bytes = checkpoint_bytes
@@ -64,7 +74,7 @@ class Policy:
     export_adapter = save_state
 
     def sampler(self) -> Any:
-        return SimpleNamespace(forward=lambda data: [np.zeros(len(data[0]), np.float32)])
+        return Sampler()
 
 
 class Stream:
@@ -77,7 +87,7 @@ class Stream:
     def has_work(self) -> bool:
         return bool(self._waiting)
 
-    def add(self, request: Any, on_finish: Any) -> None:
+    def add(self, request: Any, on_finish: Any, on_tokens: Any) -> None:
         self._waiting.append(on_finish)
 
     def step(self) -> None:

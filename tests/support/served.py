@@ -14,6 +14,7 @@ from typing import Any
 
 import uvicorn
 
+from reprise.rl.endpoint.routes import ROUTES
 from reprise.rl.http.connections import configured
 from reprise.rl.python.api import Policy
 from reprise.rl.server.app import make_app
@@ -29,7 +30,7 @@ LIMIT_S = 600.0
 def serve(policy: Policy, folder: Path, key: str | None = None) -> Iterator[str]:
     """Serve a policy; yields the address."""
     served = Served(policy, NAME, policy.config.policy.directory)
-    app = make_app(served, policy.stream(2), Records(folder), key)
+    app = make_app(served, policy.stream(2), Records(folder), key, more=[ROUTES])
     with in_thread(app) as address:
         yield address
 

@@ -84,9 +84,22 @@ def test_variables_reach_a_chat_template(tmp_path):
         "ab",
         "a",
     ]
-    for name in ("documents", "eos_token", "tools"):
+    for name in ("documents", "eos_token", "conversation"):
         with pytest.raises(ValueError, match=f"'{name}', which is set already"):
             loaded.apply_chat_template(chat, **{name: 1})
+
+
+def test_tools_reach_a_chat_template_that_shows_them(tmp_path):
+    chat = [{"role": "user", "content": "a"}]
+    for template, fails in (("{{ tools[0].name }}", False), ("{{ messages[0].content }}", True)):
+        save_character_tokenizer(tmp_path, "ab", template)
+        loaded = tokenizers_of_ours.load(tmp_path)
+        if fails:
+            with pytest.raises(ValueError, match="expected a chat template that shows tools"):
+                loaded.apply_chat_template(chat, tools=[{"name": "b"}])
+        else:
+            ids = loaded.apply_chat_template(chat, tools=[{"name": "b"}])
+            assert loaded.decode(ids) == "b"
 
 
 def test_ids_of_conversations_are_those_of_the_file(chatml_folder):

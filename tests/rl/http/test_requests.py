@@ -82,6 +82,9 @@ def test_with_a_key_any_host_may_be(tmp_path):
         place = address.removeprefix("http://")
         assert send(place, Host="gpu.example", X_API_Key="tml-k")[0] == 200
         assert send(place, Host="gpu.example")[0] == 401
+        assert send(place, Host="gpu.example", Authorization="Bearer tml-k")[0] == 200
+        for wrong in ("Bearer tml-x", "Basic tml-k", "tml-k", "Bearer", "Bearer \xff"):
+            assert send(place, Host="gpu.example", Authorization=wrong)[0] == 401
         named = {"Host": "gpu.example", "X_API_Key": "tml-k"}
         assert send(place, Origin="http://evil.example", **named)[0] == 403
 

@@ -70,7 +70,7 @@ def run(code: str, address: str) -> str:
 @pytest.mark.slow
 @pytest.mark.fault
 def test_the_page_trains_and_its_checkpoint_outlives_a_kill(tmp_path):
-    [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     with started(tmp_path / "server") as (process, address):
         *_, metrics, path = run(code, address).splitlines()
         assert "grad_norm" in metrics

@@ -258,7 +258,7 @@ def test_samples_that_run_keep_their_weights(service, session, run, monkeypatch)
     key = service.create_sampler(at)["sampling_session_id"]
     two = {"chunks": [{"tokens": [1, 2]}]}
     ask(service, key, prompt_logprobs=True, prompt=two)
-    [(request, finish, _)] = held
+    [(request, finish, *_)] = held
     request()
 
     def gone(path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import dataclasses
 
 import pytest
 
@@ -11,11 +11,18 @@ from reprise.rl.server.records import SAMPLER, TRAINING, CheckpointPath, Records
 from reprise.rl.server.weights import Weights
 
 
-class Policy:
-    """A policy whose weights are a number."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sampler:
+    weights: int
+    version: int = 0
 
-    def __init__(self, weights=0):
+
+class Policy:
+    """A policy whose weights are a number, after as many updates as `version`."""
+
+    def __init__(self, weights=0, version=0):
         self.weights = weights
+        self.version = version
         self.loads = 0
         self.on_load = lambda: None
 
@@ -38,7 +45,7 @@ class Policy:
         self.loads, self.weights = self.loads + 1, int((folder / "w").read_text())
 
     def sampler(self):
-        return SimpleNamespace(weights=self.weights)
+        return Sampler(self.weights, self.version)
 
 
 @pytest.fixture
@@ -143,3 +150,15 @@ def test_the_newest_checkpoints_without_a_name_stay(records, weights, monkeypatc
     weights.drop_unnamed("run", 0)
     assert [c["name"] for c in records.run_checkpoints("run")] == ["unnamed-final"]
     assert not records.samplers
+
+
+@pytest.mark.parametrize("kind", [TRAINING, SAMPLER])
+def test_a_sampler_knows_the_updates_of_its_checkpoint(records, policy, weights, kind):
+    """Also one that a server loads from the folder, and from a record without the number."""
+    at = CheckpointPath("run", kind, "f")
+    weights.save({}, at, Policy(1, version=7))
+    for server in (weights, Weights(policy, records)):
+        assert server.sampler(str(at)).version == 7
+    record = {k: x for k, x in records.checkpoint(str(at)).items() if k != "version"}
+    records.put("checkpoints", str(at), record)
+    assert Weights(policy, records).sampler(str(at)).version == 0

@@ -75,3 +75,51 @@ def test_a_stop_ends_compilation():
 
     asyncio.run(run())
     assert stream.is_closed.wait(DEADLINE_S) and not stream.is_warm
+
+
+class Requests(FakeStream):
+    """A stream that notes its requests, and shows a token of each in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added: list[object] = []
+        self.dropped: list[object] = []
+        self.shown = None
+
+    @property
+    def has_work(self) -> bool:
+        return len(self.added) > len(self.dropped)
+
+    def add(self, request, on_finish, on_tokens=None) -> None:
+        self.added.append(request)
+        self.shown = on_tokens
+
+    def drop(self, request) -> None:
+        self.dropped.append(request)
+
+    def step(self) -> None:
+        self.shown(0, [7], [-1.0])
+
+
+def test_a_request_shows_its_tokens_until_it_is_dropped():
+    """Then it has no result, and a second drop does nothing."""
+    stream = Requests()
+    results: list[object] = []
+
+    async def run() -> None:
+        seen = asyncio.Event()
+        worker = Worker(stream, asyncio.get_running_loop(), Path())
+        try:
+            drop = worker.sample(
+                lambda: "request", lambda samples: {}, results.append, lambda *_: seen.set()
+            )
+            await asyncio.wait_for(seen.wait(), DEADLINE_S)
+            drop()
+            drop()
+            while not stream.dropped:
+                await asyncio.sleep(0.001)
+        finally:
+            worker.close()
+
+    asyncio.run(run())
+    assert stream.added == stream.dropped == ["request"] and not results
