@@ -345,10 +345,9 @@ def log_probs(
 def _entropy(logits_V: jax.Array, top: jax.Array, log_total: jax.Array, axes: Axes) -> jax.Array:
     """Return −Σ p log p = log Σ m − Σ m (logit − top) / Σ m, m = e^(logit − top); [...].
 
-    It has no gradient. It sums in the order of `masses`, so that XLA computes both in one pass.
+    It sums in the order of `masses`, so that XLA computes both in one pass.
     """
-    less_V = jax.lax.stop_gradient(logits_V - top[..., None])
-    log_total = jax.lax.stop_gradient(log_total)
+    less_V = logits_V - top[..., None]
     terms_V = jnp.exp(less_V) * jnp.maximum(less_V, LEAST)  # 0 for −∞
     return log_total - _sum_of_blocks(terms_V, axes) * jnp.exp(-log_total)
 
