@@ -20,7 +20,7 @@ LOCK := uv pip compile --quiet --universal --python-version 3.11.5 --generate-ha
 # then, and kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo train smollm2 countdown test pytest parity lint types format bench soak docs lock clean
+.PHONY: demo train smollm2 countdown distill test pytest parity lint types format bench soak docs lock clean
 
 # The same responses, plain and with drafts: three minutes.
 demo: downloads/countdown/config.json
@@ -52,6 +52,13 @@ downloads/countdown/config.json: | $(INSTALLED)
 downloads/countdown_drafter/config.json: | $(INSTALLED)
 	$(BIN)/python -m policies.make.grow policies/countdown --width 4 --layers 7 \
 		--drafter policies/countdown_drafter --output $(@D)
+
+# A damaged policy that its original repairs by distillation: ten minutes.
+distill: downloads/countdown_weak/config.json
+	$(BIN)/python -m rl.train --gin_file=configs/distill_countdown.gin $(ARGS)
+
+downloads/countdown_weak/config.json: | $(INSTALLED)
+	$(BIN)/python -m policies.make.weaken policies/countdown --noise 0.35 --output $(@D)
 
 # Lint and types run beside the first tests, which start one worker after the other.
 test: $(INSTALLED)

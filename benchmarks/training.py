@@ -3,6 +3,7 @@
 | part | what it measures | result |
 |---|---|---|
 | learns | runs of --config: reward on unseen questions, before and after | train_tiny.json |
+| distils | the same, and the share of the gap to its teacher | distill_countdown.json |
 | trained | a finished run (--run, --policy): its evaluations, curve, cost | train_smollm2.json |
 | evaluations | the share of a default run of 150 steps that its evaluations take | eval_cost.json |
 | start | seconds to the first reward: nothing compiled; then another folder | second_run.json |
@@ -76,6 +77,19 @@ def learns(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         runs[-1] |= {"seconds": seconds, "step_time_s": step_s}
         environment.progress(runs[-1])
     return {"config": str(arguments.config), "gain_min": min(r["gain"] for r in runs), "runs": runs}
+
+
+def distils(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Train as `learns`; `closed` is (after − before) / (teacher − before)."""
+    found = learns(arguments, folder)
+    of_config = f"--gin_file={arguments.config}"
+    unseen = UNSEEN | {"num_prompts": arguments.questions, "samples": arguments.samples}
+    config = load(TrainConfig, [str(arguments.config)])
+    teacher = evaluate(unseen, of_config, "--policy", str(config.distill.teacher))
+    for run in found["runs"]:
+        run["closed"] = round(run["gain"] / (teacher[0] - run["before"][0]), 4)
+    closed_min = min(run["closed"] for run in found["runs"])
+    return found | {"teacher": teacher, "closed_min": closed_min}
 
 
 def median_step_s(steps: Rows) -> float:
@@ -186,7 +200,13 @@ def first_reward_s(run: Path, cache: Path) -> float:
     raise RuntimeError(f"the run ended before its first step:\n{''.join(lines)}")
 
 
-PARTS = {"learns": learns, "trained": trained, "evaluations": evaluations, "start": start}
+PARTS = {
+    "learns": learns,
+    "distils": distils,
+    "trained": trained,
+    "evaluations": evaluations,
+    "start": start,
+}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from reprise.rl.engine.engine import Engine, RolloutEngine, ThreadedEngine
 from reprise.rl.exchange.responses import Partition
 from reprise.rl.learner import critic, trainer
 from reprise.rl.learner.config import TrainSpec
-from reprise.rl.learner.optimizer import TrainState, init_state, make_optimizer
+from reprise.rl.learner.optimizer import TrainState, init_state, make_optimizer, settle
 from reprise.rl.learner.trainer import Learner
 from reprise.rl.placement.engines import engine_settings, evaluation_engine
 from reprise.rl.placement.meshes import engine_mesh, run_mesh
@@ -37,7 +37,7 @@ from reprise.rl.rewards.pool import RewardPool
 from reprise.rl.rewards.scores import Rewards
 from reprise.rl.runtime.parallel_compile import OnCompiled
 from reprise.rl.runtime.progress import Progress
-from reprise.rl.runtime.run_files import ROLLOUTS, spill_folder
+from reprise.rl.runtime.run_files import ROLLOUTS, resolve_path, spill_folder
 from reprise.rl.runtime.signals import Watch
 from reprise.rl.runtime.waits import Deadline
 from reprise.rl.sessions.ahead_engine import AheadEngine
@@ -56,6 +56,7 @@ from reprise.spec.round_times import RoundTimes
 if TYPE_CHECKING:
     from reprise.rl.assembly.drafter_run import AnyDrafter, DrafterRun
     from reprise.rl.drafting.workers import DraftingWorkers
+    from reprise.rl.learner.distillation import Teacher
     from reprise.rl.speculation.bandits import Bandits
 
 
@@ -135,7 +136,7 @@ def build(
             show=show,
             watch=watch,
         )
-        state = trainer.first_run(state, learner.shape, recipe=learner.recipe, base=learner.base)
+        state = trainer.first_run(state, learner)
         yield system, state
 
 
@@ -374,7 +375,7 @@ class RunBuilder:
         """Compile training, rollouts and evaluation; return the measured seconds of rounds."""
         processes = self.partition.processes
         weights = rollout_weights(state.params, learner, engine, self.partition)
-        training = trainer.lowered(state, learner.shape, recipe=learner.recipe, base=learner.base)
+        training = trainer.lowered(state, learner)
         rewards.wait_started()
         times = self.compile_rollouts(engine, weights, drafters, drafter, training)
         evaluated = weights
@@ -456,8 +457,22 @@ def make_learner(
         reference = _reference(params, spec) if base is None else base
     state = init_state(trained, make_optimizer(config.optimizer, spec.total_steps))
     shape = trainer.batch_shape(spec, config.longest_tokens)
-    learner = Learner(spec, shape, config.sampling, config.run.seed, reference, base)
+    teacher = _teacher(config, inputs, spec, mesh)
+    learner = Learner(spec, shape, config.sampling, config.run.seed, reference, base, teacher)
     return learner, dataclasses.replace(state, critic=values)
+
+
+def _teacher(
+    config: TrainConfig, inputs: Inputs, recipe: TrainSpec, mesh: Mesh | None
+) -> Teacher | None:
+    """Load the teacher in the dtype of matrix products; None without distillation."""
+    if inputs.teacher is None:
+        return None
+    from reprise.rl.learner.distillation import Teacher, teacher_recipe
+
+    folder = resolve_path(str(config.distill.teacher))
+    _, params = hf.load_pretrained(folder, mesh, dtype=recipe.trainer.dtype)
+    return Teacher(settle(params), teacher_recipe(recipe, inputs.teacher))
 
 
 def _reference(params: Params, recipe: TrainSpec) -> Params:

@@ -24,17 +24,17 @@ from reprise.spec.verification.sampling import Processing
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CriticTargets:
-    """Advantage, return and value of each response token, by a critic; float32 [num_tokens]."""
+    """Return and value of each response token, by a critic; float32 [num_tokens]."""
 
-    advantages: np.ndarray
     returns: np.ndarray
     values: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainSample:
-    """A trajectory with the values that training adds; log-probs are float32 [num_tokens].
+    """A trajectory with the values that training adds; values of tokens are float32 [num_tokens].
 
+    `token_advantages` replace `advantage`.
     If `old_logprobs` is None, the log-probs of the rollout apply; other fields that are None are
     not needed.
     """
@@ -44,6 +44,7 @@ class TrainSample:
     sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
     old_logprobs: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None
+    token_advantages: np.ndarray | None = None
     critic_targets: CriticTargets | None = None
 
     @property
@@ -138,9 +139,10 @@ def micro_batches(samples: Sequence[TrainSample], shape: Shape) -> list[Packed]:
 
     Raises ValueError if a sample does not fit into a row.
     """
+    by_token = any([sample.token_advantages is not None for sample in samples])
     with_critic = any([sample.critic_targets is not None for sample in samples])
     responses = [sample.response for sample in samples]
-    blank = partial(empty, shape, with_critic=with_critic)
+    blank = partial(empty, shape, by_token=by_token, with_critic=with_critic)
     return pack(responses, shape, blank, partial(_fill, samples))
 
 
@@ -173,8 +175,11 @@ def unpacked(
     return result
 
 
-def empty(shape: Shape, *, with_critic: bool = False) -> MicroBatch:
-    """Return a micro-batch without samples; `with_critic` adds room for the targets of a critic."""
+def empty(shape: Shape, *, by_token: bool = False, with_critic: bool = False) -> MicroBatch:
+    """Return a micro-batch without samples, `by_token` with room for advantages of tokens.
+
+    `with_critic` adds room for the targets of a critic.
+    """
     B = shape.rows
     T = shape.length
     E = shape.samples
@@ -189,7 +194,8 @@ def empty(shape: Shape, *, with_critic: bool = False) -> MicroBatch:
         reference_logprobs_BT=floats_EM(),
         emission_logprobs_BT=floats_EM(),
         origins_BT=np.zeros((E, T), np.int32),
-        critic=CriticInputs(floats_EM(), floats_EM(), floats_EM()) if with_critic else None,
+        token_advantages_BT=floats_EM() if by_token else None,
+        critic=CriticInputs(floats_EM(), floats_EM()) if with_critic else None,
     )
     rows = Packing(ints_BT(), ints_BT(), ints_BT())
     plain_BT = Processing.filled(SamplingConfig(), (B, T))
@@ -243,9 +249,11 @@ def _fill(
     inputs.origins_BT[e, :n] = t.origins
     if sample.reference_logprobs is not None:
         inputs.reference_logprobs_BT[e, :n] = sample.reference_logprobs
+    if sample.token_advantages is not None:
+        assert inputs.token_advantages_BT is not None, "all samples have them, or none"
+        inputs.token_advantages_BT[e, :n] = sample.token_advantages
     if sample.critic_targets is not None:
         assert inputs.critic is not None, "all samples have targets of the critic, or none"
-        inputs.critic.advantages_BT[e, :n] = sample.critic_targets.advantages
         inputs.critic.returns_BT[e, :n] = sample.critic_targets.returns
         inputs.critic.values_BT[e, :n] = sample.critic_targets.values
 

@@ -26,6 +26,7 @@ from reprise.rl.runtime.run_files import code_digest
 MIN_JAX_S = 30  # for jax to start, once all processes have met, and to notice a loss
 POLICY = "contents of Policy.directory"
 DRAFT_MODEL = "contents of DraftModel.directory"
+TEACHER = "contents of Distill.teacher"
 NAME = "reprise"
 MAX_BYTES = 2**16  # of a message
 HELLO_S = 2.0  # for the first message on a connection

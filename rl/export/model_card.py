@@ -138,6 +138,7 @@ def of_run(config: TrainConfig, base: Base, history: History, form: Form) -> str
         "Base policy": _origin(base, form),
         "Algorithm": f"{algorithm.name} ({source}): {terms}; KL to the base policy × "
         f"{algorithm.kl_coefficient:g}",
+        "Teacher": _teacher(config),
         "Tasks": _listed(map(_spec, config.task.specs)),
         "Rewards": _listed(rewards),
         "Steps": f"{history.step:,} of {config.run.steps:,}, each "
@@ -206,6 +207,15 @@ def of_policy(base: Base, form: Form) -> str:
 
 def _is_plain(license_name: str | None) -> bool:
     return re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,40}", license_name or "") is not None
+
+
+def _teacher(config: TrainConfig) -> str:
+    """Return the folder of a teacher and the weights of advantages; empty without distillation."""
+    distill = config.distill
+    if distill.teacher is None:
+        return ""
+    name = code(Path(distill.teacher).name)
+    return f"{name}, × {distill.coefficient:g}; advantages of rewards × {distill.task_weight:g}"
 
 
 def _head(base: Base, *tags: str, license_name: str | None = None) -> str:

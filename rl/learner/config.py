@@ -10,7 +10,13 @@ from typing import Any, Literal
 from reprise.models.config import ModelConfig
 from reprise.models.layout import layers_per_input
 from reprise.rl.gin.values import AUTO, found_size
-from reprise.rl.losses.algorithms import AlgorithmConfig, CriticConfig, adam_rules, require
+from reprise.rl.losses.algorithms import (
+    AlgorithmConfig,
+    CriticConfig,
+    DistillConfig,
+    adam_rules,
+    require,
+)
 
 MAX_COUNT = 2**24  # max tokens of a micro-batch, and max optimizer steps of a batch
 
@@ -143,10 +149,23 @@ class TrainSpec:
     model: ModelConfig
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
     critic: CriticConfig = dataclasses.field(default_factory=CriticConfig, kw_only=True)
+    distill: DistillConfig = dataclasses.field(default_factory=DistillConfig, kw_only=True)
     trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     total_steps: int = 1
     may_cut: bool = dataclasses.field(default=True, kw_only=True)
+
+    @property
+    def moves_every_sample(self) -> bool:
+        """True if samples with an advantage of 0 have a gradient too."""
+        algorithm = self.algorithm
+        has_term = algorithm.has_kl_loss or algorithm.entropy_coefficient > 0
+        return has_term or self.has_token_advantages
+
+    @property
+    def has_token_advantages(self) -> bool:
+        """True if advantages differ between the tokens of a response."""
+        return self.algorithm.resolved.needs_critic or self.distill.enabled
 
     @property
     def recomputes_old(self) -> bool:

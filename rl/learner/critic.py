@@ -171,8 +171,11 @@ def evaluate(
         advantages_EM = whiten(advantages_EM, mask_EM)
     evaluated = []
     for e, (sample, n) in enumerate(zip(samples, lengths_E, strict=True)):
-        targets = CriticTargets(advantages_EM[e, :n], returns_EM[e, :n], values_EM[e, :n])
-        evaluated.append(dataclasses.replace(sample, critic_targets=targets))
+        targets = CriticTargets(returns_EM[e, :n], values_EM[e, :n])
+        advantages = advantages_EM[e, :n]
+        evaluated.append(
+            dataclasses.replace(sample, token_advantages=advantages, critic_targets=targets)
+        )
     returns = returns_EM[mask_EM]
     errors = (returns_EM - values_EM)[mask_EM]
     metrics["critic/return_mean"] = float(returns.mean(dtype=np.float64))

@@ -39,8 +39,8 @@ def logprobs_and_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Return log-probabilities and entropies at the response tokens; float32 [E, M] twice.
 
-    Logits exist for `Trainer.logprob_chunk_tokens` positions at a time. Gradients flow only through
-    the log-probabilities.
+    Logits exist for `Trainer.logprob_chunk_tokens` positions at a time. Gradients flow through the
+    log-probabilities, and with `Algorithm.entropy_coefficient` through the entropies.
     """
     dtype = recipe.trainer.dtype
     hidden_BTD = transformer.hidden(
@@ -72,7 +72,9 @@ def logprobs_and_entropy(
             top_p_BC if recipe.may_cut else None,
             axes=axes,
         )
-        return logprobs_BC, jax.lax.stop_gradient(entropy_BC)
+        if not recipe.algorithm.entropy_coefficient:
+            entropy_BC = jax.lax.stop_gradient(entropy_BC)
+        return logprobs_BC, entropy_BC
 
     chunk_tokens = recipe.trainer.logprob_chunk_tokens // ways_outside()
     rows = hidden_BTD, batch.targets_BT, batch.processing_BT

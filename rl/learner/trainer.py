@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,9 @@ from reprise.rl.records.trajectory import Trajectory
 from reprise.rl.runtime.devices import in_turn
 from reprise.spec.config import SamplingConfig
 
+if TYPE_CHECKING:
+    from reprise.rl.learner.distillation import Teacher
+
 OnPass = Callable[[bool], None]  # argument: whether no update of the batch is applied yet
 
 
@@ -57,7 +60,8 @@ class Learner:
     """The settings that all updates of a run share; `seed` orders their minibatches.
 
     `sampling` applies to responses without a sampling; `reference` is the policy of the KL term.
-    `base` holds the frozen weights of a policy that trains only an adapter.
+    `base` holds the frozen weights of a policy that trains only an adapter; `teacher` scores the
+    tokens of distillation.
     """
 
     recipe: TrainSpec
@@ -66,6 +70,7 @@ class Learner:
     seed: int = 0
     reference: Params | None = None
     base: Params | None = None
+    teacher: Teacher | None = None
 
     def policy(self, trained: Params, dtype: Any = None) -> Params:
         """Return the policy with these trained weights; an adapter is rounded to `dtype`."""
@@ -135,52 +140,47 @@ def batch_shape(recipe: TrainSpec, max_tokens: int) -> Shape:
     )
 
 
-def lowered(
-    state: TrainState, shape: Shape, *, recipe: TrainSpec, base: Params | None = None
-) -> list[Any]:
+def lowered(state: TrainState, learner: Learner) -> list[Any]:
     """Return all steps, lowered for the caller to compile, the largest first."""
-    return [call.lower() for call in calls(state, shape, recipe=recipe, base=base)]
+    return [call.lower() for call in calls(state, learner)]
 
 
-def calls(
-    state: TrainState, shape: Shape, *, recipe: TrainSpec, base: Params | None = None
-) -> list[Call]:
+def calls(state: TrainState, learner: Learner) -> list[Call]:
     """Return the calls of all steps on an empty batch, the largest first.
 
     The arrays of the state may be shapes.
     """
-    plain, batch, scalars, step = _nothing(state, shape, placed_shapes)
+    static = {"recipe": learner.recipe}
+    plain, batch, scalars, step = _nothing(state, learner, placed_shapes)
     every = []
     for network, trained in _networks(state):
+        frozen = _frozen(network, learner.base)
         every += gradient_accumulation.calls(
-            trained, batch, scalars, step, _frozen(network, base), network=network, recipe=recipe
+            trained, batch, scalars, step, frozen, network=network, **static
         )
-    static = {"recipe": recipe}
-    for params in _scored(state.params, base, recipe, shapes_in):
-        every.append(Call(logprobs.token_logprobs, (params, plain), static))
+    for params, recipe in _scored(state.params, learner, shapes_in):
+        every.append(Call(logprobs.token_logprobs, (params, plain), {"recipe": recipe}))
     if state.critic:
         every.append(Call(critic.token_values, (state.critic.params, plain), static))
     return every
 
 
-def first_run(
-    state: TrainState, shape: Shape, *, recipe: TrainSpec, base: Params | None = None
-) -> TrainState:
+def first_run(state: TrainState, learner: Learner) -> TrainState:
     """Run every compiled step on an empty batch; the state is donated, and returned unchanged."""
-    plain, batch, scalars, step = _nothing(state, shape)
-    for params in _scored(state.params, base, recipe, cast_params):
+    plain, batch, scalars, step = _nothing(state, learner)
+    for params, recipe in _scored(state.params, learner, cast_params):
         in_turn(logprobs.token_logprobs(params, plain, recipe=recipe))
     if state.critic:
-        in_turn(critic.token_values(state.critic.params, plain, recipe=recipe))
+        in_turn(critic.token_values(state.critic.params, plain, recipe=learner.recipe))
     unchanged = [  # the policy last: the critic reads its step before it is donated
         gradient_accumulation.run_once(
             trained,
             batch,
             scalars,
             step,
-            _frozen(network, base),
+            _frozen(network, learner.base),
             network=network,
-            recipe=recipe,
+            recipe=learner.recipe,
         )
         for network, trained in reversed(_networks(state))
     ]
@@ -188,18 +188,19 @@ def first_run(
 
 
 def _scored(
-    trained: Params,
-    base: Params | None,
-    recipe: TrainSpec,
-    cast: Callable[[Params, Any], Params],
-) -> list[Any]:
-    """Return the policies that score samples: the policy before the updates, and the reference."""
-    policies = list[Any]()
+    trained: Params, learner: Learner, cast: Callable[[Params, Any], Params]
+) -> list[tuple[Any, TrainSpec]]:
+    """Return what scores samples: the policy before the updates, the reference, the teacher."""
+    recipe = learner.recipe
+    base = learner.base
+    policies = list[tuple[Any, TrainSpec]]()
     if recipe.recomputes_old:
-        policies.append(policy_of(trained, base, recipe))
+        policies.append((policy_of(trained, base, recipe), recipe))
     has_same_form = policies and base is None and recipe.trainer.dtype == jnp.float32
     if recipe.algorithm.needs_reference and not has_same_form:
-        policies.append(cast(trained, recipe.trainer.dtype) if base is None else base)
+        policies.append((cast(trained, recipe.trainer.dtype) if base is None else base, recipe))
+    if learner.teacher is not None:
+        policies.append((learner.teacher.params, learner.teacher.recipe))
     return policies
 
 
@@ -214,12 +215,15 @@ def shapes_in(params: Params, dtype: Any) -> Params:
 
 
 def _nothing(
-    state: TrainState, shape: Shape, place: Callable[[Any], Any] = place
+    state: TrainState, learner: Learner, place: Callable[[Any], Any] = place
 ) -> tuple[MicroBatch, MicroBatch, StepScalars, Any]:
     """Return an empty batch for scoring, another for updates, and the other step arguments."""
     scalars = StepScalars(np.float32(1), np.float32(1), np.bool_(True))
-    plain = place(micro_batches.empty(shape))
-    batch = place(micro_batches.empty(shape, with_critic=True)) if state.critic else plain
+    plain = place(micro_batches.empty(learner.shape))
+    batch = plain
+    if learner.recipe.has_token_advantages:
+        with_critic = state.critic is not None
+        batch = place(micro_batches.empty(learner.shape, by_token=True, with_critic=with_critic))
     return plain, batch, scalars, state.step
 
 
@@ -257,8 +261,8 @@ def update(
 
     `state` is donated. `step` (the training step) and `Learner.seed` order the minibatches. Metrics
     have TRL's names: means over tokens and optimizer steps, with `lr` of the last step. Samples
-    without a gradient (advantage 0, no KL) count in the divisor of the loss, but no pass is spent
-    on them: ratios and `batch/entropy` are means over the other samples. If no sample has a
+    without a gradient (advantage 0, no other term) count in the divisor of the loss, but no pass is
+    spent on them: ratios and `batch/entropy` are means over the other samples. If no sample has a
     gradient, the optimizer takes no step. `on_pass` is called after passes, with whether nothing is
     applied yet: if so, an error that it raises leaves `state` intact. With a critic, `advantages`
     are not used.
@@ -272,9 +276,18 @@ def update(
     samples = micro_batches.select(trajectories, advantages, learner.sampling, **masks)
     leave = partial(on_pass, True)
     samples = with_logprobs(learner.policy(state.params), samples, learner, leave)
-    critic_metrics = dict[str, float]()
+    distill = recipe.distill
+    taught = None
+    if distill.enabled:
+        from reprise.rl.learner import distillation
+
+        taught = distillation.score(learner.teacher, samples, learner.shape, leave)
+    other_metrics = dict[str, float]()
     if recipe.algorithm.resolved.needs_critic:
-        samples, critic_metrics = _with_critic_targets(state, samples, learner, leave)
+        samples, other_metrics = _with_critic_targets(state, samples, learner, leave)
+    if taught is not None:
+        other_metrics |= taught.metrics(samples)
+        samples = taught.added_to(samples, distill)
     steps: list[tuple[_StepInputs, list[Report]]] = []
     applied = skipped = num_micro_batches = 0
     for number, part in enumerate(_minibatches(samples, step, learner), start=1):
@@ -305,7 +318,7 @@ def update(
         "update/skipped": float(skipped),
         "update/without_gradient": float(max(len(steps), not samples) - applied),
     }
-    return state, _metrics(steps, counts, critic_metrics) if steps else counts
+    return state, _metrics(steps, counts, other_metrics) if steps else counts
 
 
 def _minibatches(
@@ -407,8 +420,8 @@ class _StepInputs:
         limit_tokens = sum([s.sampling.max_new_tokens for s in samples])
         divisor = losses.normaliser_of(num_tokens, len(samples), aggregation, limit_tokens)
         scalars = StepScalars(np.float32(divisor), np.float32(num_tokens), np.bool_(unmoved))
-        has_other_terms = algorithm.has_kl_loss or algorithm.resolved.needs_critic
-        moving = [s for s in samples if has_other_terms or s.advantage]
+        moves_all = learner.recipe.moves_every_sample
+        moving = [s for s in samples if moves_all or s.advantage]
         used = moving or samples  # for the statistics
         assert learner.shape.copies == ways_in_use("copies"), "micro-batches of another mesh"
         packed = micro_batches.micro_batches(used, learner.shape)
@@ -466,7 +479,7 @@ def _optimizer_step(
 def _metrics(
     steps: Sequence[tuple[_StepInputs, list[Report]]],
     counts: dict[str, float],
-    critic_metrics: dict[str, float],
+    other_metrics: dict[str, float],
 ) -> dict[str, float]:
     """Return the metrics of all optimizer steps; mismatch metrics are of the first step only."""
     reports = [reports_N[0] for _, reports_N in steps]
@@ -478,7 +491,7 @@ def _metrics(
     metrics["loss"] /= len(reports)
     metrics["grad_norm"] = float(np.mean([r.grad_norm for r in reports]))
     metrics["lr"] = float(reports[-1].lr)
-    metrics |= counts | critic_metrics
+    metrics |= counts | other_metrics
     if critic_reports := [reports_N[1] for _, reports_N in steps if len(reports_N) > 1]:
         metrics |= critic.metrics_of(critic_reports)
     padding = [micro_batches.padding_fraction(inputs.packed) for inputs, _ in steps]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -37,6 +37,37 @@ def group_advantages(
     return advantages
 
 
+class RewardPart(NamedTuple):
+    """The values of one reward function, None if it does not apply, and its weight."""
+
+    weight: float
+    values: Sequence[float | None]
+
+
+def advantages_by_reward(
+    rewards: Sequence[float | None],
+    group_ids: Sequence[int],
+    parts: Sequence[RewardPart],
+    *,
+    normalise: Normalisation = "batch",
+) -> np.ndarray:
+    """Return A_i = Σ_k weight_k · A_ik, over std(all A) + 1e-4 if `normalise` is "batch".
+
+    A_ik are the `group_advantages` of part k, over the standard deviation of its group, for the
+    responses with a reward; float32 [n]. Advantages of a group sum to 0, so the mean of the batch
+    needs no subtraction. Source: GDPO, arXiv 2601.05242, equations 4 to 6.
+    """
+    total = np.zeros(len(rewards))
+    for part in parts:
+        scored = zip(rewards, part.values, strict=True)
+        values = [None if reward is None else value for reward, value in scored]
+        total += part.weight * group_advantages(values, group_ids).astype(np.float64)
+    among = total[[reward is not None for reward in rewards]]
+    if normalise == "batch" and _differ(among):
+        total /= float(among.std(ddof=1)) + STD_FLOOR
+    return total.astype(np.float32)
+
+
 def leave_one_out_advantages(
     rewards: Sequence[float | None], group_ids: Sequence[int]
 ) -> np.ndarray:
@@ -57,14 +88,20 @@ def response_advantages(
     group_ids: Sequence[int],
     estimator: str,
     normalise: Normalisation,
+    parts: Sequence[RewardPart] = (),
 ) -> np.ndarray:
-    """Return the advantage of each response, float32 [n]; 0 for "gae", which works by token."""
+    """Return the advantage of each response, float32 [n]; 0 for "gae", which works by token.
+
+    "group_by_reward" compares the `parts` of the rewards.
+    """
     if estimator == "gae":
         return np.zeros(len(rewards), np.float32)
     if estimator == "leave_one_out":
         return leave_one_out_advantages(rewards, group_ids)
     if estimator == "group":
         return group_advantages(rewards, group_ids, normalise=normalise)
+    if estimator == "group_by_reward":
+        return advantages_by_reward(rewards, group_ids, parts, normalise=normalise)
     return user_advantages(estimator, rewards, group_ids)
 
 

@@ -14,16 +14,17 @@ from typing import Any, Literal
 from reprise.rl.gin.values import choices
 from reprise.rl.runtime.user_files import UserName, check_name
 
-Name = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "ppo"]
-Estimator = Literal["group", "leave_one_out", "gae"]
+Name = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "gdpo", "rloo", "ppo"]
+Estimator = Literal["group", "group_by_reward", "leave_one_out", "gae"]
 Normalisation = Literal["std", "none", "batch"]
-PolicyLoss = Literal["clipped", "sequence_clipped", "reinforce"]
+PolicyLoss = Literal["clipped", "sequence_clipped", "clipped_weight", "reinforce"]
 Aggregation = Literal["token", "sequence", "sequence_sum", "constant"]
 OldLogprobs = Literal["rollout", "emission", "recomputed"]
 KLEstimator = Literal["k1", "k2", "k3"]
 
 NORMALISATIONS: dict[str, tuple[Normalisation, ...]] = {
     "group": ("std", "none"),
+    "group_by_reward": ("batch", "none"),
     "leave_one_out": ("none",),
     "gae": ("batch", "none"),
 }
@@ -140,7 +141,7 @@ class Algorithm:
     @property
     def compares_groups(self) -> bool:
         """True if advantages compare the responses to a prompt with one another, and no others."""
-        return self.advantages in ("group", "leave_one_out")
+        return self.advantages in ("group", "group_by_reward", "leave_one_out")
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -161,6 +162,15 @@ ALGORITHMS: dict[str, Algorithm] = {
         clip_high=4e-4,
         # on accelerators, engine and trainer differ by more than these narrow bounds
         old_logprobs="recomputed",
+    ),
+    "cispo": Algorithm(
+        "arXiv 2506.13585",
+        policy_loss="clipped_weight",
+        clip_low=1.0,
+        clip_high=3.0,  # the paper names no bound; the ratio is at most 4, as in Tinker's tutorial
+    ),
+    "gdpo": Algorithm(
+        "arXiv 2601.05242", advantages="group_by_reward", advantage_normalisation="batch"
     ),
     "rloo": Algorithm(
         "arXiv 2402.14740",
@@ -190,11 +200,12 @@ class AlgorithmConfig:
     """
 
     name: Name = "grpo"
-    """The algorithm: grpo, dr_grpo, dapo, gspo, rloo or ppo."""
+    """The algorithm: grpo, dr_grpo, dapo, gspo, cispo, gdpo, rloo or ppo."""
     policy_loss: PolicyLoss | UserName | None = None
-    """clipped, sequence_clipped, reinforce or `PATH.py:function` (docs/add_an_algorithm.md)."""
+    """clipped, sequence_clipped, clipped_weight, reinforce or `PATH.py:function`
+    (docs/add_an_algorithm.md)."""
     advantages: Estimator | UserName | None = None
-    """group, leave_one_out, gae or `PATH.py:function`."""
+    """group, group_by_reward, leave_one_out, gae or `PATH.py:function`."""
     clip_low: float | None = None
     """The ratio is clipped below at 1 − `clip_low`."""
     clip_high: float | None = None
@@ -210,8 +221,11 @@ class AlgorithmConfig:
     token), where π is the sampling policy. Needs an `advantage_normalisation` other than `std`;
     dynamic sampling (dapo) uses the rewards before this subtraction."""
     advantage_normalisation: Normalisation | None = None
-    """Divide advantages by the std of the group (`std`) or of the batch (`batch`, with ppo), or not
-    (`none`)."""
+    """Divide advantages by the std of the group (`std`) or of the batch (`batch`, with ppo and
+    gdpo), or not (`none`)."""
+    entropy_coefficient: float = 0.0
+    """The weight of the entropy of the sampling distribution, which is subtracted from the loss of
+    each token; 0 is off, and costs nothing."""
     aggregation: Aggregation | None = None
     """`token` averages over all tokens of an optimizer step, `sequence` averages the token means of
     sequences, `sequence_sum` averages the token sums of sequences, `constant` divides the total of
@@ -240,6 +254,7 @@ class AlgorithmConfig:
             clip_low=(0 <= (self.clip_low or 0) <= 1, "in [0, 1] (1 is no clipping)"),
             clip_high=((self.clip_high or 0) >= 0, "0 or more"),
             kl_coefficient=(kl >= 0 and math.isfinite(kl), "0 or positive"),
+            entropy_coefficient=(0 <= self.entropy_coefficient < math.inf, "0 or positive"),
             max_extra_phases=((self.max_extra_phases or 0) >= 0, "0 or more"),
             overlong_buffer_tokens=((self.overlong_buffer_tokens or 0) >= 0, "0 or more"),
         )
@@ -292,6 +307,12 @@ class AlgorithmConfig:
                 "standard deviation: where a group's rewards are equal that is the KL's own, and "
                 'kl_coefficient drops out; set advantage_normalisation = "none", or leave '
                 'kl_in_reward out (the KL is then in the loss; kl_estimator = "k2")'
+            )
+        if self.kl_in_reward and self.resolved.advantages == "group_by_reward":
+            raise ValueError(
+                "kl_in_reward = True subtracts the KL from the sum of rewards, and group_by_reward "
+                "compares each reward apart: leave kl_in_reward out (the KL is then in the loss; "
+                'kl_estimator = "k2"), or choose other advantages'
             )
         if self.kl_estimator == "k1" and not self.kl_in_reward:
             raise ValueError(
@@ -358,3 +379,37 @@ class CriticConfig:
             gae_lambda=(0 <= self.gae_lambda <= 1, "in [0, 1]"),
             value_clip=(self.value_clip > 0, "positive (1e999 is no clipping)"),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillConfig:
+    """On-policy distillation: a teacher scores each token that the policy draws.
+
+    The advantage of a token is `task_weight` · A + `coefficient` · (log p_teacher − log p), where A
+    is the advantage of `Algorithm`, and p the distribution that the token was drawn from. The
+    teacher reads the same temperature, top-k and top-p, and is not trained.
+    """
+
+    teacher: str | None = None
+    """The folder, or GGUF file, of a policy of any size with the same vocabulary; None is no
+    distillation."""
+    coefficient: float = 1.0
+    """The weight of log p_teacher − log p, whose mean is the negative KL(p ‖ p_teacher)."""
+    task_weight: float = 1.0
+    """The weight of the advantage from rewards; 0 learns from the teacher alone."""
+
+    def __post_init__(self) -> None:
+        require(
+            self,
+            coefficient=(0 < self.coefficient < math.inf, "positive and finite"),
+            task_weight=(0 <= self.task_weight < math.inf, "0 or positive"),
+        )
+
+    @property
+    def enabled(self) -> bool:
+        return self.teacher is not None
+
+    @property
+    def needs_rewards(self) -> bool:
+        """True if only differences between rewards teach, or they teach too."""
+        return self.task_weight > 0 or not self.enabled

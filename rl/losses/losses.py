@@ -19,9 +19,8 @@ from reprise.rl.records.trajectory import Origin
 
 @struct.dataclass
 class CriticInputs:
-    """Values of a critic before the update, advantages, and returns to learn; [B, T]."""
+    """Values of a critic before the update, and returns to learn; [B, T]."""
 
-    advantages_BT: jax.Array
     returns_BT: jax.Array
     values_BT: jax.Array
 
@@ -30,7 +29,7 @@ class CriticInputs:
 class LossInputs:
     """The inputs of the loss; float32 [B, T], `mask_BT` bool, `advantages_B` [B].
 
-    `origins_BT` hold `rl.records.trajectory.Origin` values; advantages of `critic` replace
+    `origins_BT` hold `rl.records.trajectory.Origin` values; advantages of tokens replace
     `advantages_B`.
     """
 
@@ -41,6 +40,7 @@ class LossInputs:
     reference_logprobs_BT: jax.Array
     emission_logprobs_BT: jax.Array
     origins_BT: jax.Array
+    token_advantages_BT: jax.Array | None = None
     critic: CriticInputs | None = None
 
 
@@ -103,7 +103,9 @@ def loss(
     normaliser: jax.Array,
     unmoved: jax.Array | bool = False,
 ) -> tuple[jax.Array, tuple[TokenStatistics, jax.Array]]:
-    """Return Σ weight · (importance · policy loss + coefficient · KL), statistics, and finite rows.
+    """Return the loss, statistics, and finite rows.
+
+    loss = Σ weight · (importance · policy loss + KL coefficient · KL − entropy coefficient · H)
 
     `unmoved`: the policy has not been updated with this batch yet, so `recomputed` denominators are
     exactly these log-probs, regardless of rounding.
@@ -121,8 +123,8 @@ def loss(
     if algorithm.old_logprobs == "recomputed":
         old_BT = jnp.where(unmoved, jax.lax.stop_gradient(logprobs_BT), old_BT)
     advantages_BT = inputs.advantages_B[:, None]
-    if inputs.critic is not None:
-        advantages_BT = inputs.critic.advantages_BT
+    if inputs.token_advantages_BT is not None:
+        advantages_BT = inputs.token_advantages_BT
     loss_BT, ratio_BT = policy_loss(algorithm, logprobs_BT, old_BT, advantages_BT, mask_BT)
     per_token = _policy_statistics(algorithm, ratio_BT, advantages_BT) | {
         "batch/entropy": entropy_BT
@@ -140,6 +142,8 @@ def loss(
         kl_BT = kl_estimate(logprobs_BT, reference_BT, config.kl_estimator or "k3")
         loss_BT = loss_BT + config.kl_coefficient * kl_BT
         per_token["kl"] = kl_BT
+    if config.entropy_coefficient:
+        loss_BT = loss_BT - config.entropy_coefficient * masked(entropy_BT)
     weight_BT = token_weights(mask_BT, normaliser, algorithm.aggregation)
     finite_B = jnp.all(jnp.isfinite(loss_BT) | ~mask_BT, axis=1)
     total = jnp.sum(jnp.where(mask_BT, loss_BT, 0.0) * weight_BT)

@@ -83,6 +83,22 @@ def sequence_clipped(
     return _clipped(algorithm, ratio_BT, advantages_BT), ratio_BT
 
 
+def clipped_weight(
+    algorithm: Algorithm,
+    logprobs_BT: jax.Array,
+    old_logprobs_BT: jax.Array,
+    advantages_BT: jax.Array,
+    mask_BT: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Return −clip(ρ, 1 − low, 1 + high)·A·logp, with the clipped ratio as a constant, and ρ.
+
+    A clipped token keeps its gradient. Source: CISPO, arXiv 2506.13585, equations 4 and 5.
+    """
+    ratio_BT = jnp.exp(logprobs_BT - old_logprobs_BT)
+    weight_BT = jnp.clip(ratio_BT, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    return -jax.lax.stop_gradient(weight_BT) * advantages_BT * logprobs_BT, ratio_BT
+
+
 def reinforce(
     algorithm: Algorithm,
     logprobs_BT: jax.Array,
@@ -105,6 +121,7 @@ def _clipped(algorithm: Algorithm, ratio_BT: jax.Array, advantages_BT: jax.Array
 LOSSES: dict[str, PolicyLoss] = {
     "clipped": clipped,
     "sequence_clipped": sequence_clipped,
+    "clipped_weight": clipped_weight,
     "reinforce": reinforce,
 }
 

@@ -211,6 +211,9 @@ def _training(config: TrainConfig, model: ModelConfig, mesh: _Shards, dtype: Any
         held["frozen weights"] = num_bytes(base)
     elif config.algorithm.needs_reference:
         held["reference policy"] = num_bytes(base)
+    if config.distill.teacher is not None:
+        teacher = param_specs(hf.shape(resolve_path(config.distill.teacher)))
+        held["teacher"] = num_bytes(mesh.params(teacher, dtype))
     if config.algorithm.resolved.needs_critic:
         values = mesh.params(critic.critic_specs(model), jnp.float32)
         held["critic and its optimizer's state"] = num_bytes(

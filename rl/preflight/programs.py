@@ -19,7 +19,9 @@ from reprise.models.formats import hf
 from reprise.models.sharding import make_mesh
 from reprise.rl.assembly.first_programs import rollout_reach
 from reprise.rl.learner import critic, trainer
+from reprise.rl.learner.distillation import Teacher, teacher_recipe
 from reprise.rl.learner.optimizer import TrainState, make_optimizer, state_shapes
+from reprise.rl.learner.trainer import Learner
 from reprise.rl.placement.engines import engine_settings
 from reprise.rl.placement.meshes import check_bits
 from reprise.rl.preflight.memory import (
@@ -126,6 +128,16 @@ class RunPrograms:
         specs = transformer.param_specs(dataclasses.replace(self.model, lora=None))
         return self._in_mesh(sharding.shapes, specs, self.recipe.trainer.dtype)
 
+    @property
+    def _teacher(self) -> Teacher | None:
+        """The shapes of the teacher's weights; None without distillation."""
+        if self.config.distill.teacher is None:
+            return None
+        model = hf.shape(resolve_path(self.config.distill.teacher))
+        dtype = self.recipe.trainer.dtype
+        params = self._in_mesh(sharding.shapes, transformer.param_specs(model), dtype)
+        return Teacher(params, teacher_recipe(self.recipe, model))
+
     @cached_property
     def held(self) -> Parts:
         """The bytes per device of arrays that stay between programs."""
@@ -152,13 +164,18 @@ class RunPrograms:
         weights_bytes = num_bytes(state.params)
         base = self._base
         held = dict.fromkeys(WHOLE_TRAINING, weights_bytes + num_bytes(base))
+        teacher = self._teacher
         held["apply"] = weights_bytes + num_bytes(state.opt_state)
         if state.critic is not None:
             held["token_values"] = num_bytes(state.critic.params)
         kinds = set[str]()
-        for call in self._in_mesh(trainer.calls, state, shape, recipe=self.recipe, base=base):
+        sampling = self.config.sampling
+        learner = Learner(self.recipe, shape, sampling, base=base, teacher=teacher)
+        for call in self._in_mesh(trainer.calls, state, learner):
             name = call.step.__name__
-            kind = f"{name} of the critic" if name in kinds else name
+            is_taught = teacher is not None and call.args[0] is teacher.params
+            whose = "teacher" if is_taught else "critic"
+            kind = f"{name} of the {whose}" if is_taught or name in kinds else name
             kinds.add(name)
             is_whole = name in WHOLE_TRAINING
             yield RunProgram(
@@ -166,7 +183,7 @@ class RunPrograms:
                 kind=kind,
                 sizes=sizes if is_whole else "",
                 lower=partial(self._in_mesh, call.lower),
-                held_bytes=held.get(name, 0),
+                held_bytes=num_bytes(call.args[0]) if is_taught else held.get(name, 0),
                 order=num_tokens,
                 num_tokens=num_tokens if is_whole else 0,
             )

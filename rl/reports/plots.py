@@ -187,6 +187,8 @@ PANELS: tuple[Panel, ...] = (
     Curve("length.png", "Response length", "tokens", "completions/mean_length",
           "Mean tokens of a response; the bounds are the shortest and the longest of the step.",
           ("completions/min_length", "completions/max_length")),
+    Curve("reverse_kl.png", "Reverse KL to the teacher", "nats per token", "distill/reverse_kl",
+          "KL from the sampling policy to the teacher, at the tokens that the policy drew."),
     Curve("entropy.png", "Entropy", "nats per token", "entropy",
           "Entropy of the next token; near 0 the policy has stopped exploring."),
     Curve("clip.png", "Clip fraction", "% of tokens", "clip_ratio/region_mean",

@@ -131,6 +131,8 @@ def _compared_files(config: TrainConfig, inputs: Inputs) -> dict[str, str]:
     files = {join.POLICY: str(inputs.policy)} | config.user_files
     if config.draft_model_folder is not None:
         files[join.DRAFT_MODEL] = str(config.draft_model_folder)
+    if config.teacher_folder is not None:
+        files[join.TEACHER] = str(config.teacher_folder)
     return files
 
 

@@ -75,7 +75,8 @@ def check_algorithm(config: TrainConfig) -> None:
     """Raise ValueError if the algorithm could not learn from the responses of a step."""
     name = config.algorithm.name
     size = config.rollout.group_size
-    if size < 2 and config.algorithm.resolved.compares_groups:
+    compares = config.algorithm.resolved.compares_groups and config.distill.needs_rewards
+    if size < 2 and compares:
         raise ValueError(
             f"Algorithm.name={name!r} compares the responses to a prompt with one another: "
             f"expected Rollout.group_size of 2 or more, got {size}; raise it, or set "

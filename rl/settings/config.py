@@ -16,7 +16,7 @@ from reprise.rl.drafting.config import DraftingConfig
 from reprise.rl.gin.loader import load
 from reprise.rl.gin.values import AUTO
 from reprise.rl.learner.config import NumericsConfig, OptimizerConfig, TrainerConfig, TrainSpec
-from reprise.rl.losses.algorithms import AlgorithmConfig, CriticConfig
+from reprise.rl.losses.algorithms import AlgorithmConfig, CriticConfig, DistillConfig
 from reprise.rl.metrics.writer import MetricsConfig
 from reprise.rl.rewards.config import RewardConfig
 from reprise.rl.runtime.run_files import resolve_path
@@ -165,6 +165,7 @@ class TrainConfig:
     reuse: ReuseConfig
     algorithm: AlgorithmConfig
     critic: CriticConfig
+    distill: DistillConfig
     trainer: TrainerConfig
     optimizer: OptimizerConfig
     numerics: NumericsConfig
@@ -233,6 +234,13 @@ class TrainConfig:
         return resolve_path(str(self.draft_model.directory)).resolve()
 
     @property
+    def teacher_folder(self) -> Path | None:
+        """The folder or file of the teacher, or None without distillation."""
+        return (
+            None if self.distill.teacher is None else resolve_path(self.distill.teacher).resolve()
+        )
+
+    @property
     def num_verifying(self) -> int:
         """The number of workers that answer requests, if the number of drafting workers is set."""
         return self.sched.workers - (self.drafting.workers or 0)
@@ -284,5 +292,6 @@ def recipe(config: TrainConfig, model: ModelConfig, *, any_sampling: bool = Fals
         config.optimizer,
         steps,
         critic=config.critic,
+        distill=config.distill,
         may_cut=any_sampling or config.sampling.may_cut,
     )

@@ -35,10 +35,10 @@ def contents(config: TrainConfig, policy: Path) -> dict[str, str]:
     if config.speculation.asks_model:
         models = config.draft_model.each
         drafts |= {f"DraftModel.directory/{k}": one.directory for k, one in enumerate(models)}
-    for setting, directory in drafts.items():
+    for setting, directory in (drafts | {"Distill.teacher": config.distill.teacher}).items():
         if directory:
-            draft_files = digests.digest_policy(resolve_path(directory))
-            result |= {f"{setting}/{name}": digest for name, digest in draft_files.items()}
+            files = digests.digest_policy(resolve_path(directory))
+            result |= {f"{setting}/{name}": digest for name, digest in files.items()}
     return result
 
 

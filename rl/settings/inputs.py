@@ -57,6 +57,7 @@ class Inputs:
         default_factory=dict
     )  # rl.settings.identity.contents
     evals: EvalSets = dataclasses.field(default_factory=EvalSets)
+    teacher: ModelConfig | None = None  # of distillation
 
     @functools.cached_property
     def shape_name(self) -> str:
@@ -123,6 +124,11 @@ def open_inputs(config: TrainConfig) -> Inputs:
 
         for one in config.draft_model.each:
             check_draft_model(one, model, tokenizer, config.longest_tokens)
+    teacher = None
+    if config.distill.teacher is not None:
+        from reprise.rl.losses.teachers import open_teacher
+
+        teacher = open_teacher(config.distill.teacher, model, tokenizer, config.longest_tokens)
     validate(config.reward)
     if config.user_names.keys() - {"Reward.functions"}:
         from reprise.rl.settings.user_names import check_user_names
@@ -142,7 +148,13 @@ def open_inputs(config: TrainConfig) -> Inputs:
         lambda: inputs.task,
     )
     contents = identity.contents(config, policy)
-    return dataclasses.replace(inputs, evals=evals, prompts_digest=digest, contents=contents)
+    return dataclasses.replace(
+        inputs,
+        evals=evals,
+        prompts_digest=digest,
+        contents=contents,
+        teacher=teacher,
+    )
 
 
 def _open_whole(config: TrainConfig, inputs: Inputs) -> Inputs:

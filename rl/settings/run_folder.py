@@ -46,7 +46,7 @@ from reprise.rl.settings.config import TrainConfig
 from reprise.rl.warm_up.measured_run import read_rounds
 
 # Settings that define the experiment, without settings of speed and place.
-_EXPERIMENT = ("Task", "Reward", "Policy", "Algorithm", "Critic", "Sampling", "Reuse")
+_EXPERIMENT = ("Task", "Reward", "Policy", "Algorithm", "Critic", "Distill", "Sampling", "Reuse")
 _EXPERIMENT_FIELDS = (
     *("Run.seed", "Rollout.prompts_per_step", "Rollout.group_size", "Rollout.max_prompt_tokens"),
     "Sched.mode",
@@ -216,6 +216,7 @@ def _check_outside(folder: Path, config: TrainConfig) -> None:
     inputs = {
         "Policy.directory": config.policy.directory,
         "Drafter.directory": config.drafter.directory,
+        "Distill.teacher": config.distill.teacher,
         "DraftModel.directory": config.draft_model.directory,
         **{f"DraftModel.directories[{k}]": d for k, d in enumerate(config.draft_model.directories)},
     }

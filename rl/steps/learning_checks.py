@@ -64,6 +64,8 @@ def missing_signal(
     scored = [t for t in trajectories if t.reward is not None]
     if not trajectories:
         return None  # all groups continue in the next step
+    if config.distill.enabled and any([t.reward is not None for t in trajectories]):
+        return None  # a teacher scores every response
     if not scored:
         return (
             "no response has a reward: every function of Reward.functions failed or returned None "

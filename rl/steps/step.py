@@ -13,11 +13,17 @@ from reprise.rl.assembly.system import System
 from reprise.rl.exchange.responses import without_failed_groups
 from reprise.rl.learner import trainer
 from reprise.rl.learner.optimizer import TrainState
-from reprise.rl.losses.advantages import overlong_penalties, response_advantages, reward_statistics
+from reprise.rl.losses.advantages import (
+    RewardPart,
+    overlong_penalties,
+    response_advantages,
+    reward_statistics,
+)
 from reprise.rl.metrics.step_metrics import sample_rows, step_metrics
 from reprise.rl.metrics.writer import Timings
 from reprise.rl.records.stats import EngineStats
 from reprise.rl.records.trajectory import Trajectory
+from reprise.rl.rewards.scores import Score
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.eval_sets import task_names
 from reprise.rl.steps.learning_checks import check_failures, compared_groups, missing_signal
@@ -148,14 +154,32 @@ def _advantages(
     """
     algorithm = config.algorithm.resolved
     group_ids = [t.group_id for t in trajectories]
+    by_reward = algorithm.advantages == "group_by_reward"
     advantages = response_advantages(
         [t.reward for t in trajectories],
         group_ids,
         algorithm.advantages,
         algorithm.advantage_normalisation,
+        reward_parts(config, rollouts.scores, trajectories) if by_reward else (),
     )
     advantages[~rollouts.used] = 0
     return advantages, reward_statistics([s.total for s in rollouts.scores], group_ids)
+
+
+def reward_parts(
+    config: TrainConfig, scores: Sequence[Score], trajectories: Sequence[Trajectory]
+) -> list[RewardPart]:
+    """Return the values of each reward function by response, and the penalties as a last part.
+
+    A failed response with a reward (`Reward.on_failure` is `zero`) has 0 everywhere.
+    """
+    parts = []
+    for name, weight in zip(config.reward.names, config.reward.full_weights, strict=True):
+        values = [0.0 if score.failure else score.values.get(name) for score in scores]
+        parts.append(RewardPart(weight, values))
+    pairs = zip(trajectories, scores, strict=True)
+    penalties = [(t.reward or 0.0) - (score.total or 0.0) for t, score in pairs]
+    return [*parts, RewardPart(1.0, penalties)]
 
 
 def speed_metrics(row: dict[str, Any], seconds: dict[str, float]) -> dict[str, float]:

@@ -1,7 +1,11 @@
 """The figures of a run and the share of its evaluations, by hand."""
 
+import argparse
+from pathlib import Path
+
 import pytest
 
+from benchmarks import training
 from benchmarks.training import evaluation_cost, run_figures
 
 
@@ -42,3 +46,16 @@ def test_the_share_of_evaluations_is_of_all_steps_and_evaluations():
     found = evaluation_cost(rows, 50.0)
     assert (found["share_of_run"], found["share_of_wall"]) == (0.25, 0.2)
     assert (found["steps"], found["evaluations"]) == (2, {"0": 4.0, "2": 6.0})
+
+
+def test_the_share_of_the_gap_to_a_teacher_is_of_the_reward_before(monkeypatch):
+    runs = [
+        {"seed": 0, "before": [0.1, 0.0, 0.2], "gain": 0.3},
+        {"seed": 1, "before": [0.2, 0.1, 0.3], "gain": 0.1},
+    ]
+    monkeypatch.setattr(training, "learns", lambda arguments, folder: {"runs": runs})
+    monkeypatch.setattr(training, "evaluate", lambda settings, *policy: [0.6, 0.5, 0.7])
+    named = argparse.Namespace(config="configs/distill_countdown.gin", questions=4, samples=1)
+    found = training.distils(named, Path())
+    assert [run["closed"] for run in found["runs"]] == [0.6, 0.25]
+    assert (found["closed_min"], found["teacher"]) == (0.25, [0.6, 0.5, 0.7])

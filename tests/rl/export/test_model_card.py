@@ -71,6 +71,12 @@ def test_the_head_is_valid_for_the_hub():
     assert ModelCardData(**head).to_dict() == head
 
 
+def test_a_teacher_is_named_without_its_folders():
+    text = card("Distill.teacher='/home/me/Qwen3-8B'", "Distill.task_weight=0.5")
+    assert "- **Teacher**: `Qwen3-8B`, × 1; advantages of rewards × 0.5\n" in text
+    assert "Teacher" not in card()
+
+
 def test_what_was_run():
     text = card(
         "Task.specs=('jsonl:/home/me/data/own.jsonl?prompt=q', 'reasoning_gym:gcd')",

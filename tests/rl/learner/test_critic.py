@@ -117,7 +117,7 @@ def test_advantages_returns_and_values_by_hand():
     rewards = [s.trajectory.reward for s in samples]
     assert {0.0, 1.0} == set(rewards)
     raw = np.concatenate([r - v for r, v in zip(rewards, values, strict=True)])
-    got = np.concatenate([s.critic_targets.advantages for s in evaluated])
+    got = np.concatenate([s.token_advantages for s in evaluated])
     np.testing.assert_allclose(got, (raw - raw.mean()) / raw.std(ddof=1), atol=1e-4)
     for sample, reward, v in zip(evaluated, rewards, values, strict=True):
         np.testing.assert_allclose(sample.critic_targets.returns, reward, atol=1e-5)
@@ -155,10 +155,8 @@ def test_without_samples_or_differences_no_variance_is_claimed():
 
 def test_value_loss_and_statistics_by_hand():
     mask = jnp.array([[1, 1], [1, 0]], bool)
-    told = CriticInputs(
-        jnp.zeros((2, 2)), jnp.array([[2.0, 2.0], [0.0, 9.0]]), jnp.array([[1.0, 1.0], [0.0, 9.0]])
-    )
-    inputs = LossInputs(mask, jnp.zeros(2), *(jnp.zeros((2, 2)),) * 5, told)
+    told = CriticInputs(jnp.array([[2.0, 2.0], [0.0, 9.0]]), jnp.array([[1.0, 1.0], [0.0, 9.0]]))
+    inputs = LossInputs(mask, jnp.zeros(2), *(jnp.zeros((2, 2)),) * 5, critic=told)
     values = jnp.array([[1.2, 1.8], [1.0, jnp.nan]])  # clip 0.5: kept, cut, and moved away
     total, (statistics, finite_B, _) = jax.jit(value_loss, static_argnums=3)(
         values, inputs, np.float32(3), 0.5

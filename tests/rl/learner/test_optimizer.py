@@ -14,6 +14,7 @@ from reprise.rl.learner import critic, gradient_accumulation, logprobs, trainer
 from reprise.rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
 from reprise.rl.learner.optimizer import init_state, make_optimizer, state_shapes
 from reprise.rl.losses.algorithms import AlgorithmConfig
+from reprise.spec.config import SamplingConfig
 
 RECIPE = TrainSpec(
     ODD,
@@ -59,6 +60,7 @@ def judge(num_each):
             assert (x.shape, x.dtype, x.weak_type) == (y.shape, y.dtype, y.weak_type)
             # spelt as jit spells it, else calls do not find what was compiled
             assert y.sharding is None or x.sharding == y.sharding
-    found, wanted = (trainer.lowered(s, shape, recipe=RECIPE) for s in (shapes, state))
+    learner = trainer.Learner(RECIPE, shape, SamplingConfig())
+    found, wanted = (trainer.lowered(s, learner) for s in (shapes, state))
     assert [x.as_text() for x in found] == [x.as_text() for x in wanted]
     assert len(found) == 2 * num_each + 2  # of each network, and to score under it

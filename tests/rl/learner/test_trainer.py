@@ -286,9 +286,10 @@ def test_metrics_count_the_tokens_of_responses_without_a_gradient():
 
 def warm_up(state, shape, recipe):
     """Compile every step, as a run does, and run each on an empty batch."""
-    steps = trainer.lowered(state, shape, recipe=recipe)
+    learner = trainer.Learner(recipe, shape, SAMPLING)
+    steps = trainer.lowered(state, learner)
     compile_all(steps, len(steps))
-    return trainer.first_run(state, shape, recipe=recipe)
+    return trainer.first_run(state, learner)
 
 
 @pytest.fixture(scope="module")
@@ -476,7 +477,8 @@ def test_copies_of_the_weights_add_up_once_per_optimizer_step():
     with jax.set_mesh(make_mesh(MeshConfig(data=2), jax.devices()[:2])):
         optimizer = make_optimizer(RECIPE.optimizer, RECIPE.total_steps)
         state = state_shapes(transformer.param_specs(CHAT), optimizer)
-        calls = trainer.calls(state, trainer.batch_shape(RECIPE, 16), recipe=RECIPE)
+        shape = trainer.batch_shape(RECIPE, 16)
+        calls = trainer.calls(state, trainer.Learner(RECIPE, shape, SAMPLING))
         text = {call.step.__name__: call.lower().compile().as_text() for call in calls[:5]}
     assert "all-reduce" not in text["accumulate"], "once a micro-batch"
     assert "all-reduce" in text["joined"]

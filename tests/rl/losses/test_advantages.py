@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from reprise.rl.losses.advantages import (
+    RewardPart,
+    advantages_by_reward,
     gae,
     group_advantages,
     informative_groups,
@@ -67,6 +69,51 @@ def test_nothing_scored_claims_no_mean():
     advantages, stats = of_groups([None, None], [0, 1])
     assert advantages.tolist() == [0, 0]
     assert "reward" not in stats and stats["reward/skipped_samples"] == 2
+
+
+# GDPO: group 0 has rewards (1, 0), (0, 1), (0, 0), whose sums 1, 1, 0 hide the difference of the
+# first two; group 1 has (1, 1), (1, 0), None
+CORRECT = [1.0, 0.0, 0.0, 1.0, 1.0, None]
+SHORT = [0.0, 1.0, 0.0, 1.0, 0.0, None]
+SUMS = [1.0, 0.5, 0.0, 1.5, 1.0, None]
+TWO_GROUPS = [0, 0, 0, 1, 1, 1]
+
+
+def by_hand(group):
+    values = np.array(group, np.float64)
+    return (values - values.mean()) / (values.std(ddof=1) + 1e-4)
+
+
+@pytest.mark.parametrize("normalise", ["batch", "none"])
+def test_each_reward_is_compared_apart_then_summed_by_weight(normalise):
+    parts = [RewardPart(1.0, CORRECT), RewardPart(0.5, SHORT)]
+    first = by_hand([1, 0, 0]) + 0.5 * by_hand([0, 1, 0])
+    second = np.zeros(2) + 0.5 * by_hand([1, 0])
+    wanted = np.array([*first, *second])
+    if normalise == "batch":
+        wanted = (wanted - wanted.mean()) / (wanted.std(ddof=1) + 1e-4)
+    found = response_advantages(SUMS, TWO_GROUPS, "group_by_reward", normalise, parts)
+    assert found.dtype == np.float32 and found[5] == 0
+    np.testing.assert_allclose(found[:5], wanted, rtol=1e-5, atol=1e-7)
+    assert found[0] > found[1] > found[2]
+
+
+def test_a_response_without_a_reward_is_in_no_mean_of_any_part():
+    parts = [RewardPart(1.0, [1.0, 0.0, 5.0])]
+    found = advantages_by_reward([1.0, 0.0, None], [0, 0, 0], parts, normalise="none")
+    np.testing.assert_allclose(found, [*by_hand([1, 0]), 0.0], rtol=1e-5)
+
+
+def test_a_reward_that_does_not_apply_to_a_response_adds_nothing_to_it():
+    parts = [RewardPart(1.0, [1.0, 0.0, 0.5]), RewardPart(1.0, [1.0, 3.0, None])]
+    found = advantages_by_reward([2.0, 3.0, 0.5], [0, 0, 0], parts, normalise="none")
+    np.testing.assert_allclose(found, by_hand([1, 0, 0.5]) + [*by_hand([1, 3]), 0], atol=1e-6)
+
+
+def test_groups_with_equal_rewards_get_exactly_zero_beside_others():
+    parts = [RewardPart(1.0, [0.1, 0.1, 0.1, 1.0, 0.0, 0.0]), RewardPart(1.0, [2.0] * 6)]
+    found = advantages_by_reward([2.1] * 3 + [3.0, 2.0, 2.0], TWO_GROUPS, parts)
+    assert found[:3].tolist() == [0, 0, 0] and np.all(found[3:] != 0)
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])

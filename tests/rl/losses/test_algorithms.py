@@ -17,6 +17,8 @@ PAPERS = {
     "dr_grpo": ("group", "none", "clipped", "constant", 0.2, 0.2),
     "dapo": ("group", "std", "clipped", "token", 0.2, 0.28),
     "gspo": ("group", "std", "sequence_clipped", "sequence", 3e-4, 4e-4),
+    "cispo": ("group", "std", "clipped_weight", "token", 1.0, 3.0),
+    "gdpo": ("group_by_reward", "batch", "clipped", "token", 0.2, 0.2),
     "rloo": ("leave_one_out", "none", "reinforce", "sequence_sum", 1.0, math.inf),
     "ppo": ("gae", "batch", "clipped", "token", 0.2, 0.2),
 }
@@ -89,6 +91,12 @@ def test_the_default_is_grpo_as_it_always_was():
             )
             for name in ("grpo", "dapo", "gspo")
         ),
+        (
+            {"name": "gdpo", "kl_in_reward": True, "kl_coefficient": 0.1},
+            "group_by_reward compares each reward apart",
+        ),
+        ({"entropy_coefficient": -0.1}, "entropy_coefficient must be 0 or positive"),
+        ({"name": "gdpo", "advantage_normalisation": "std"}, "of gdpo must be batch or none"),
         ({"overlong_buffer_tokens": -1}, "overlong_buffer_tokens must be 0 or more"),
         ({"advantage_normalisation": "batch"}, "of grpo must be std or none, got 'batch'"),
         ({"name": "ppo", "advantage_normalisation": "std"}, "of ppo must be batch or none"),
@@ -137,4 +145,4 @@ def test_what_is_not_set_is_written_down_as_such_and_read_again(tmp_path):
     assert load(TrainConfig, [tmp_path / "b.gin"]) == config
     assert config.algorithm.resolved.clip_low == 3e-4
     with pytest.raises(ConfigError, match="Algorithm.name.*Did you mean dapo"):
-        load(TrainConfig, [tmp_path / "a.gin"], ["Algorithm.name='dpao'"])
+        load(TrainConfig, [tmp_path / "a.gin"], ["Algorithm.name='dapoo'"])

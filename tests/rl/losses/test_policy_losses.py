@@ -12,7 +12,7 @@ import pytest
 
 from reprise.rl.losses import losses, policy_losses
 from reprise.rl.losses.algorithms import ALGORITHMS, Algorithm, AlgorithmConfig
-from reprise.rl.losses.losses import CriticInputs, LossInputs
+from reprise.rl.losses.losses import LossInputs
 from reprise.rl.losses.policy_losses import policy_loss
 
 CLIPPED = Algorithm("", clip_low=0.1, clip_high=0.3)
@@ -81,6 +81,34 @@ def test_the_sequence_ratio_is_the_geometric_mean_and_padding_is_not_in_it():
     np.testing.assert_array_equal(nothing, 1)
 
 
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+def test_a_clipped_weight_keeps_the_gradient_of_each_token(advantage):
+    cispo = dataclasses.replace(CLIPPED, policy_loss="clipped_weight")
+
+    def of(new):
+        return policy_loss(cispo, new, OLD, jnp.full((2, 1), advantage), MASK)[0]
+
+    weights = np.array([[1.3, 1.0], [0.9, 1.3]])  # of the ratios 4, 1, 1/4 and 9
+    np.testing.assert_allclose(of(NEW), -weights * advantage * NEW, rtol=1e-6)
+    slope = jax.grad(lambda new: of(new).sum())(NEW)
+    np.testing.assert_allclose(slope, -weights * advantage, rtol=1e-6)
+
+
+def test_the_entropy_is_subtracted_with_the_weight_of_its_token():
+    """The gradient of each entropy is −c over the tokens; masked tokens have none."""
+    entropy = jnp.array([[0.5, 1.5], [2.0, jnp.nan]])
+    inputs = LossInputs(MASK, jnp.zeros(2), OLD, OLD, OLD, OLD, 0 * OLD)
+
+    def of(entropy, coefficient):
+        config = AlgorithmConfig(entropy_coefficient=coefficient)
+        return losses.loss(config, NEW, entropy, inputs, jnp.float32(3))[0]
+
+    value, slope = jax.value_and_grad(of)(entropy, 0.25)
+    assert float(value) == pytest.approx(-0.25 * 4 / 3, rel=1e-6)
+    np.testing.assert_allclose(slope, [[-0.25 / 3, -0.25 / 3], [-0.25 / 3, 0]], rtol=1e-6)
+    assert float(of(entropy, 0.0)) == 0
+
+
 def test_reinforce_policy_loss():
     def of(new):
         old, mask = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
@@ -116,22 +144,24 @@ def test_clipped_value_loss(value, wanted, slope, clipped):
 # The whole objective by name
 
 
-def objective(name, new, advantages=(1.0, -2.0), max_new_tokens=8, critic=None, **more):
+def objective(name, new, advantages=(1.0, -2.0), max_new_tokens=8, by_token=None, **more):
     config = AlgorithmConfig(name=name, **more)
     A_B = jnp.array(advantages, jnp.float32)
-    inputs = LossInputs(MASK, A_B, OLD, OLD, OLD, OLD, 0 * OLD, critic)
+    inputs = LossInputs(MASK, A_B, OLD, OLD, OLD, OLD, 0 * OLD, by_token)
     normaliser = losses.normaliser_of(3, 2, config.resolved.aggregation, 2 * max_new_tokens)
     value, (statistics, _) = losses.loss(config, new, new, inputs, jnp.float32(normaliser))
     return value, losses.metrics_of(jax.device_get(statistics))
 
 
-TOKEN_ADVANTAGES = CriticInputs(np.array([[1.0, -1.0], [2.0, 9.0]], np.float32), OLD, OLD)
+TOKEN_ADVANTAGES = np.array([[1.0, -1.0], [2.0, 9.0]], np.float32)
 # ratios 4, 1 and 1/4 with advantages 1, 1 and -2
 BY_HAND = {
     "grpo": (-1.2 - 1 + 1.6) / 3,
     "dr_grpo": (-1.2 - 1 + 1.6) / (2 * 8),
     "dapo": (-1.28 - 1 + 1.6) / 3,
     "gspo": (-1.0004 + 2 * (1 - 3e-4)) / 2,
+    "cispo": (-4 * math.log(0.8) - math.log(0.5) + 2 * 0.25 * math.log(0.1)) / 3,
+    "gdpo": (-1.2 - 1 + 1.6) / 3,
     "rloo": (-(math.log(0.8) + math.log(0.5)) + 2 * math.log(0.1)) / 2,
     "ppo": (-1.2 + 1 - 0.5) / 3,  # token advantages 1, -1 and 2
 }
@@ -139,11 +169,11 @@ BY_HAND = {
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_objective_of_each_name_by_hand(name):
-    critic = TOKEN_ADVANTAGES if name == "ppo" else None
-    value, metrics = objective(name, NEW, critic=critic)
+    by_token = TOKEN_ADVANTAGES if name == "ppo" else None
+    value, metrics = objective(name, NEW, by_token=by_token)
     assert float(value) == pytest.approx(BY_HAND[name], rel=1e-5)
     assert metrics["loss"] == pytest.approx(BY_HAND[name], rel=1e-5)
-    clipped = {"grpo": 2, "dr_grpo": 2, "dapo": 2, "gspo": 3, "rloo": 0, "ppo": 1}[name]
+    clipped = {"gspo": 3, "cispo": 0, "rloo": 0, "ppo": 1}.get(name, 2)
     assert metrics["clip_ratio/region_mean"] == pytest.approx(clipped / 3)
     assert metrics["ratio/max"] == pytest.approx(2.0 if name == "gspo" else 4.0, rel=1e-6)
 

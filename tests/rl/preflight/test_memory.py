@@ -8,6 +8,8 @@ import pytest
 
 from reprise.models.attention import kv_cache
 from reprise.models.config import ModelConfig, num_params
+from reprise.models.decoder import transformer
+from reprise.models.formats import hf
 from reprise.rl.gin.loader import load
 from reprise.rl.placement.engines import evaluation_engine
 from reprise.rl.preflight import memory
@@ -67,6 +69,16 @@ def test_arrays_are_counted_exactly():
     value_head = 4 * MODEL.d_model  # in place of the language head
     values = WEIGHTS - 4 * MODEL.vocab_size * MODEL.d_model + value_head
     assert critic == 3 * values + steps
+
+
+def test_a_teacher_is_counted_by_its_own_shape(tmp_path):
+    deeper = dataclasses.replace(MODEL, num_layers=4)
+    hf.save_pretrained(tmp_path, deeper, transformer.init(deeper, jax.random.key(0)))
+    found = parts(f"Distill.teacher='{tmp_path}'")
+    assert found["teacher"] == 4 * num_params(deeper)
+    assert "teacher" not in parts()
+    halved = parts(f"Distill.teacher='{tmp_path}'", "Trainer.compute_dtype='bfloat16'")
+    assert halved["teacher"] == 2 * num_params(deeper)
 
 
 def test_a_device_holds_its_shards():

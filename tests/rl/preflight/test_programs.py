@@ -1,11 +1,14 @@
 """A run as shapes: what stays on a device, its programs, and devices that do not fit."""
 
+import dataclasses
 import inspect
 
 import jax
 import pytest
 
 from reprise.models.config import ModelConfig
+from reprise.models.decoder import transformer
+from reprise.models.formats import hf
 from reprise.rl.gin.loader import load
 from reprise.rl.preflight.memory import ROLLOUTS, TRAINING, num_bytes
 from reprise.rl.preflight.programs import HELD, RunPrograms
@@ -67,6 +70,16 @@ def test_programs_are_those_of_training_and_rollouts():
         one = next(one for one in programs if one.kind == kind)
         given = one.lower().compile().memory_analysis().argument_size_in_bytes
         assert 0 < one.held_bytes <= given
+
+
+def test_the_pass_of_a_teacher_is_a_program_of_training(tmp_path):
+    deeper = dataclasses.replace(MODEL, num_layers=3)
+    hf.save_pretrained(tmp_path, deeper, transformer.init(deeper, jax.random.key(0)))
+    run = run_of(f"Distill.teacher='{tmp_path}'")
+    [one] = [one for one in run.all() if one.kind == "token_logprobs of the teacher"]
+    assert one.held_bytes == run.held[TRAINING]["teacher"] > 0
+    given = one.lower().compile().memory_analysis().argument_size_in_bytes
+    assert one.held_bytes <= given
 
 
 def test_held_names_are_parameters_of_programs():

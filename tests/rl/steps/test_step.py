@@ -10,6 +10,8 @@ from trajectories import trajectory
 
 from reprise.rl.learner import trainer
 from reprise.rl.losses.algorithms import AlgorithmConfig
+from reprise.rl.rewards.config import RewardConfig
+from reprise.rl.rewards.scores import Score
 from reprise.rl.steps import step as run_step
 
 
@@ -26,6 +28,25 @@ def test_the_kl_penalty_is_the_sum_over_a_response(monkeypatch):
     penalised, metrics = run_step._subtract_kl(rloo, some)
     assert [t.reward for t in penalised] == [1.0 - 0.5 * 0.25, None]
     assert metrics["kl"] == pytest.approx(1.25 / 3)
+
+
+def test_parts_of_rewards_are_the_functions_by_weight_and_the_penalties():
+    """A response that failed and is worth 0 has 0 in each part."""
+    config = SimpleNamespace(reward=RewardConfig(("a.py:f", "a.py:g"), weights=(1.0, 0.5)))
+    scores = [
+        Score({"f": 1.0, "g": 2.0}, 2.0),
+        Score({"f": 0.5, "g": None}, 0.5),
+        Score({"f": 3.0, "g": None}, 0.0, "g/error: no"),
+    ]
+    rewards = [2.0 - 0.25, 0.5, 0.0]
+    some = [trajectory(i, [1], [2], reward=x) for i, x in enumerate(rewards)]
+    parts = run_step.reward_parts(config, scores, some)
+    assert [part.weight for part in parts] == [1.0, 0.5, 1.0]
+    assert [part.values for part in parts] == [
+        [1.0, 0.5, 0.0],
+        [2.0, None, 0.0],
+        [-0.25, 0.0, 0.0],
+    ]
 
 
 @pytest.mark.parametrize(
