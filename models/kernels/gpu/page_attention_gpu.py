@@ -3,6 +3,7 @@
 A thread block has up to 64 rows (tokens of a slot, with the query heads of a key/value head), and
 one part of the blocks that these rows read (`models.kernels.gpu.hopper`). Blocks come by TMA into
 several buffers: while one is computed, the next blocks are copied. A second kernel joins the parts.
+Two thread blocks fit on a processor, so that one starts or ends a part while the other computes.
 
 N tiles of R = 64 rows, Y rows in use, K key/value heads, h head size, P pages, T positions of a
 page, L blocks in the list of a tile, X parts, D buffers, S side blocks. Formulas: see `hopper`.
@@ -35,6 +36,8 @@ from reprise.models.kernels.shared.page_reads import Reads, heads_of_rows, rows_
 from reprise.models.kernels.shared.powers import LOG2_E, NEGATIVE
 
 ROWS_AT_ONCE = 8  # rows of sums per copy
+# sums over the columns of a tile need no shared memory
+_COMPILING = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
 WHOLE = -1  # the path of a block that every row of its tile sees in full
 MAX_BUFFERS = 8
 
@@ -168,7 +171,8 @@ def _attend_blocks(
     num_parts = blocks.bound_NX.shape[1] - 1
     registers = WarpGroup(bool(interpret))
     rows = -(-num_rows // ROWS_AT_ONCE) * ROWS_AT_ONCE
-    call = _Call(P, T, h, L, num_parts, rows, bool(sides_SK64h), registers)
+    is_softmax = is_partial or num_parts > 1
+    call = _Call(P, T, h, L, num_parts, rows, 3 if is_softmax else 1, bool(sides_SK64h), registers)
     varying = jax.typeof(q_NKRh).manual_axis_type  # under shard_map, results vary as queries do
 
     def shaped(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -184,7 +188,7 @@ def _attend_blocks(
         scratch_types=call.scratch(),
         grid=(K, num_parts, N),
         grid_names=("head", "part", "tile"),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=_COMPILING,
         interpret=interpret,
         kernel_name="page_attention",
     )(
@@ -204,7 +208,7 @@ def _attend_blocks(
             scratch_types=[shared_tiles(ROWS, h), shared_sums(ROWS, h), plgpu.Barrier()],
             grid=(K, N),
             grid_names=("head", "tile"),
-            compiler_params=plgpu.CompilerParams(approx_math=True),
+            compiler_params=_COMPILING,
             interpret=interpret,
             kernel_name="page_attention_parts",
         )(num_N, *parts)
@@ -221,21 +225,27 @@ class _Call:
     max_blocks: int
     num_parts: int
     num_rows: int  # rows that parts write
+    num_results: int  # of the kernel of parts
     has_sides: bool
     registers: WarpGroup
 
     @property
     def buffers(self) -> int:
-        sums_bytes = ROWS * self.head_dim * 4
-        return min(MAX_BUFFERS, (H100_BUFFER_BYTES - sums_bytes) // (2 * ROWS * self.head_dim * 2))
+        return min(MAX_BUFFERS, H100_BUFFER_BYTES // (2 * ROWS * self.head_dim * 2))
 
     def scratch(self) -> list[Any]:
-        """Return queries, keys, values and sums in shared memory, and barriers of copies."""
+        """Return queries, keys, values and sums in shared memory, and barriers of copies.
+
+        The sums, which are written last, lie over the buffers of keys and values.
+        """
         D = self.buffers
         h = self.head_dim
         barriers = [plgpu.Barrier(num_barriers=many) for many in (1, D, D)]
-        arrays = shared_tiles(ROWS, h), *[shared_tiles(D, ROWS, h)] * 2, shared_sums(ROWS, h)
-        return [*arrays, *barriers]
+        buffers = [shared_tiles(D, ROWS, h)] * 2
+        sums = shared_sums(ROWS, h)
+        is_interpreted = self.registers.interpreted  # without unions
+        memory = [*buffers, sums] if is_interpreted else [plgpu.RefUnion(buffers, sums)]
+        return [*barriers, shared_tiles(ROWS, h), *memory]
 
     def copy(self, number: jax.Array, head: jax.Array, sources: Any, to: Any, barrier: Any) -> None:
         """Copy a block of keys or values of a head from its page, or from the side blocks."""
@@ -292,10 +302,16 @@ class _Call:
 def _part_kernel(call: _Call, *refs: Any) -> None:
     """Compute one part of a tile: add its blocks, in order, to the running softmax."""
     position_NR, path_NR, number_X, first_X, path_X, begins_X, bound_X, end_N, q = refs[:9]
-    *arrays, q_Rh, keys_DSh, values_DSh, sum_Rh, of_queries, of_keys, of_values = refs[9:]
     num_sources = 4 if call.has_sides else 2
-    sources = arrays[:num_sources]
-    results = arrays[num_sources:]
+    sources = refs[9 : 9 + num_sources]
+    first_result = 9 + num_sources
+    first_scratch = first_result + call.num_results
+    results = refs[first_result:first_scratch]
+    of_queries, of_keys, of_values, q_Rh, *memory = refs[first_scratch:]
+    if call.registers.interpreted:
+        keys_DSh, values_DSh, sum_Rh = memory
+    else:
+        (keys_DSh, values_DSh), sum_Rh = memory[0]
     of_head, part, tile = (jax.lax.axis_index(x) for x in ("head", "part", "tile"))
     first = tile * call.max_blocks + bound_X[tile * (call.num_parts + 1) + part]
     steps = tile * call.max_blocks + bound_X[tile * (call.num_parts + 1) + part + 1] - first

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.mosaic.gpu import core as mosaic_gpu
 from jax.sharding import AbstractDevice, AbstractMesh
 from kernel_interpreters import finding_races, has_races
 from page_reference import arrays, assert_close, h, only_live, reference
@@ -16,6 +17,7 @@ from reprise.models.kernels.gpu.page_attention_gpu import attend_pages, takes
 
 H100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "cuda")
 TOLERANCE = 2e-2
+HALF_OF_MEMORY = 113 << 10  # of the shared memory of a processor, without 1 KiB that each block has
 
 
 def simulate(q, k, v, table, lengths):
@@ -60,7 +62,9 @@ def test_a_page_of_another_slot_is_another_result():
 
 
 @pytest.mark.parametrize(("T", "width"), [(128, h), (64, h), (128, 64)])
-def test_it_lowers_for_an_h100(T, width):
+def test_it_lowers_for_an_h100_and_two_blocks_fit_on_a_processor(T, width, monkeypatch):
+    """Mosaic refuses kernels with more shared memory than the bound."""
+    monkeypatch.setattr(mosaic_gpu, "_SMEM_SIZE_BOUND", HALF_OF_MEMORY)
     args = [jax.ShapeDtypeStruct((6, 16, 8, width), jnp.bfloat16)]
     args += [jax.ShapeDtypeStruct((99, 2, T, width), jnp.bfloat16)] * 2
     args += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((6, 16), (6,))]
