@@ -1,9 +1,10 @@
 """Tokens of slots in tiles, and the positions that each tile reads, for accelerator kernels.
 
 Tokens that the cache does not hold form paths of a tree: the first child of a token continues its
-path, other children start new paths. Each path has side blocks: copies of the slot positions after
-the last whole cached block, with the tokens of the path at their places. On a TPU, these blocks are
-only in kernel buffers. So a query meets each key at the same place of the same block as if all had
+path, other children start new paths. Each path has side blocks: the slot positions after the last
+whole cached block, with the tokens of the path at their places. These blocks are only in buffers of
+kernels; for GPUs the tokens of each path, from a multiple of 8 positions on, are copied before.
+So a query meets each key at the same place of the same block as if all had
 been decoded, and computes the same bits (`models.kernels.gpu.hopper`,
 `models.kernels.tpu.softmax_tpu`).
 
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 from reprise.models.attention.attention import After
 from reprise.models.kernels.gpu import page_attention_gpu
 from reprise.models.kernels.gpu.hopper import ROWS
+from reprise.models.kernels.gpu.page_attention_gpu import SLICE
 from reprise.models.kernels.shared.page_reads import Paths, Reads
 from reprise.models.kernels.tpu import page_attention_tpu
 from reprise.models.kernels.tpu.softmax_tpu import KEYS
@@ -48,7 +50,7 @@ def attend(
     dtype = keys_PKTh.dtype
     is_tpu = platform == "tpu"
     group = H // K
-    block, max_tokens = (KEYS, TPU_TOKENS) if is_tpu else (ROWS, ROWS // group)
+    block, max_tokens = (KEYS, TPU_TOKENS) if is_tpu else (SLICE, ROWS // group)
     tiles = Tiles.of(after, min(max_tokens, after.width), len(table_BN))
     paths = None
     new = list[jax.Array]()
@@ -195,23 +197,23 @@ class SidePaths:
         return SidePaths(path_X, num_B, first_B, source_SE, page_S * each + block_S % each)
 
     def copies(self, pages_PKTh: jax.Array, new_XKh: jax.Array) -> jax.Array:
-        """Return the keys or values of all paths, [S · E / R, K, R, h].
+        """Return the keys or values of all paths for GPUs, [S · E / R, K, R, h].
 
         All at once: a loop over the existing paths would wait for the host in every layer.
         """
         S, E = self.source_SE.shape
         P, K, T, h = pages_PKTh.shape
         X = len(new_XKh)
-        each = T // ROWS
+        R = SLICE
         dtype = pages_PKTh.dtype
-        held = pages_PKTh.reshape(P, K, each, ROWS, h)
         token_SE = jnp.where(self.source_SE < 0, X, self.source_SE)
         x_SEKh = jnp.take(new_XKh.astype(dtype), token_SE, axis=0, mode="fill", fill_value=0)
-        x_SbKRh = x_SEKh.reshape(S, E // ROWS, ROWS, K, h).swapaxes(2, 3)
-        is_held_SR = self.source_SE[:, None, :ROWS, None] < 0
-        held_SKRh = held[self.block_S // each, :, self.block_S % each]
-        first_SKRh = jnp.where(is_held_SR, held_SKRh, x_SbKRh[:, 0])
-        return x_SbKRh.at[:, 0].set(first_SKRh).reshape(-1, K, ROWS, h)
+        x_SbKRh = x_SEKh.reshape(S, E // R, R, K, h).swapaxes(2, 3)
+        held = pages_PKTh.reshape(P, K, T // R, R, h)
+        held_SKRh = held[self.block_S // (T // R), :, self.block_S % (T // R)]
+        is_held_SbR = self.source_SE.reshape(S, E // R, R) < 0  # in the first R positions
+        x_SbKRh = jnp.where(is_held_SbR[:, :, None, :, None], held_SKRh[:, None], x_SbKRh)
+        return x_SbKRh.reshape(-1, K, R, h)
 
 
 def _last(group_X: jax.Array, num_groups: int) -> jax.Array:

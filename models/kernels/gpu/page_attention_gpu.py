@@ -6,7 +6,8 @@ several buffers: while one is computed, the next blocks are copied. A second ker
 Two thread blocks fit on a processor, so that one starts or ends a part while the other computes.
 
 N tiles of R = 64 rows, Y rows in use, K key/value heads, h head size, P pages, T positions of a
-page, L blocks in the list of a tile, X parts, D buffers, S side blocks. Formulas: see `hopper`.
+page, L blocks in the list of a tile, X parts, D buffers, S slices of 8 positions beside the pages.
+Formulas: see `hopper`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from reprise.models.kernels.shared.powers import LOG2_E, NEGATIVE
 ROWS_AT_ONCE = 8  # rows of sums per copy
 # sums over the columns of a tile need no shared memory
 _COMPILING = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
+SLICE = 8  # positions that are copied at once from beside the pages: the rows of a layout's tile
 WHOLE = -1  # the path of a block that every row of its tile sees in full
 MAX_BUFFERS = 8
 
@@ -62,10 +64,11 @@ def takes(head_dim: int, page_tokens: int, dtype: Any) -> str | None:
 class Blocks(NamedTuple):
     """The blocks of keys that each tile reads, in order of position; int32.
 
-    Blocks are halves or wholes of pages, then side blocks, from number P · T / 64 on. A row sees
-    blocks of its path up to its position, and blocks of the path `WHOLE`. The blocks of a part are
-    at `bound_NX[:, x : x + 2]`; `begins_NL` is 1 at the first block. Positions of pages from
-    `end_N` on are arbitrary.
+    Blocks are halves or wholes of pages. A row sees blocks of its path up to its position, and
+    blocks of the path `WHOLE`. In blocks of path i, positions from `SLICE` · `held_N` on are beside
+    the pages, from slice `side_N` + i · (slices of a path) on. The blocks of a part are at
+    `bound_NX[:, x : x + 2]`; `begins_NL` is 1 at the first block. Positions from `end_N` on are
+    arbitrary.
     """
 
     number_NL: jax.Array
@@ -74,10 +77,12 @@ class Blocks(NamedTuple):
     begins_NL: jax.Array
     bound_NX: jax.Array
     end_N: jax.Array
+    held_N: jax.Array
+    side_N: jax.Array
 
 
-def blocks_of(table_BN: jax.Array, reads: Reads, num_pages: int, page_tokens: int) -> Blocks:
-    """Return the blocks that tiles read."""
+def blocks_of(table_BN: jax.Array, reads: Reads, page_tokens: int) -> Blocks:
+    """Return the blocks that tiles read; paths have blocks of `SLICE` positions."""
     table_NX = jnp.take(table_BN, reads.row_N, axis=0, mode="clip")
     length_N = reads.length_N
     last_N = reads.last_N
@@ -85,7 +90,9 @@ def blocks_of(table_BN: jax.Array, reads: Reads, num_pages: int, page_tokens: in
     each = page_tokens // ROWS
     N, max_pages = table_NX.shape
     num_paths_N1 = jnp.ones((N, 1), jnp.int32) if paths is None else paths.num_N[:, None]
-    max_blocks = max_pages * each + (0 if paths is None else paths.blocks * paths.max_paths)
+    max_blocks = max_pages * each
+    if paths is not None:  # which begin at any slice of a block
+        max_blocks += -(-((paths.blocks - 1) * SLICE + ROWS) // ROWS) * paths.max_paths
     whole_N1 = jnp.where(last_N > 0, length_N // ROWS, 0)[:, None]
     tail_N1 = jnp.maximum(-(-last_N[:, None] // ROWS) - whole_N1, 0)
     at_NL = jnp.broadcast_to(jnp.arange(max_blocks, dtype=jnp.int32), (N, max_blocks))
@@ -97,16 +104,15 @@ def blocks_of(table_BN: jax.Array, reads: Reads, num_pages: int, page_tokens: in
     page_NL = jnp.clip(block_NL // each, 0, max_pages - 1)
     page_NL = jnp.maximum(jnp.take_along_axis(table_NX, page_NL, axis=1), 0)
     number_NL = page_NL * each + block_NL % each
-    if paths is not None:
-        side_NL = (paths.first_N[:, None] + path_NL) * paths.blocks + nth_NL
-        number_NL = jnp.where(at_NL < whole_N1, number_NL, num_pages * each + side_NL)
     part_blocks = PART_TOKENS // ROWS
     begins_NL = (block_NL % part_blocks == 0) & (path_NL == 0)
     edge_X = part_blocks * jnp.arange(-(-max_pages * each // part_blocks) + 1)
     into_tail_NX = jnp.clip(edge_X - whole_N1, 0, tail_N1)
     bound_NX = jnp.minimum(edge_X, whole_N1) + into_tail_NX * num_paths_N1
     path_NL = jnp.where(at_NL < whole_N1, WHOLE, path_NL)
-    lists = number_NL, block_NL * ROWS, path_NL, begins_NL, bound_NX, last_N
+    held_N = length_N // SLICE
+    side_N = jnp.zeros_like(length_N) if paths is None else paths.first_N * paths.blocks
+    lists = number_NL, block_NL * ROWS, path_NL, begins_NL, bound_NX, last_N, held_N, side_N
     return Blocks(*(x.astype(jnp.int32) for x in lists))
 
 
@@ -118,7 +124,7 @@ def attend_tiles(
     position_NY: jax.Array,
     path_NY: jax.Array,
     reads: Reads,
-    sides_SK64h: Sequence[jax.Array] = (),
+    sides_SK8h: Sequence[jax.Array] = (),
     *,
     interpret: Any = None,
 ) -> jax.Array:
@@ -127,7 +133,7 @@ def attend_tiles(
     A row sees the whole blocks of its tile, and other blocks of its path up to its position.
     """
     Y = q_NKYh.shape[2]
-    P, _, T, _ = keys_PKTh.shape
+    _, _, T, _ = keys_PKTh.shape
     q_NKRh = jnp.pad(q_NKYh, ((0, 0), (0, 0), (0, ROWS - Y), (0, 0)))
     padding = (0, 0), (0, ROWS - Y)
     out_NKRh = _attend_blocks(
@@ -136,8 +142,9 @@ def attend_tiles(
         values_PKTh,
         jnp.pad(position_NY, padding, constant_values=-1),
         jnp.pad(path_NY, padding, constant_values=-1),
-        blocks_of(table_BN, reads, P, T),
-        sides_SK64h,
+        blocks_of(table_BN, reads, T),
+        sides_SK8h,
+        path_slices=0 if reads.paths is None else reads.paths.blocks,
         num_rows=Y,
         interpret=interpret,
     )
@@ -151,8 +158,9 @@ def _attend_blocks(
     position_NR: jax.Array,
     path_NR: jax.Array,
     blocks: Blocks,
-    sides_SK64h: Sequence[jax.Array] = (),
+    sides_SK8h: Sequence[jax.Array] = (),
     *,
+    path_slices: int = 0,
     num_rows: int = ROWS,
     is_partial: bool = False,
     interpret: Any = None,
@@ -172,7 +180,7 @@ def _attend_blocks(
     registers = WarpGroup(bool(interpret))
     rows = -(-num_rows // ROWS_AT_ONCE) * ROWS_AT_ONCE
     is_softmax = is_partial or num_parts > 1
-    call = _Call(P, T, h, L, num_parts, rows, 3 if is_softmax else 1, bool(sides_SK64h), registers)
+    call = _Call(T, h, L, num_parts, rows, 3 if is_softmax else 1, path_slices, registers)
     varying = jax.typeof(q_NKRh).manual_axis_type  # under shard_map, results vary as queries do
 
     def shaped(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -198,7 +206,7 @@ def _attend_blocks(
         q_NKRh,
         keys_PKTh,
         values_PKTh,
-        *sides_SK64h,
+        *sides_SK8h,
     )
     if num_parts > 1:
         num_N = jnp.sum(blocks.bound_NX[:, 1:] > blocks.bound_NX[:, :-1], axis=1, dtype=jnp.int32)
@@ -219,14 +227,13 @@ def _attend_blocks(
 class _Call:
     """The sizes of a call."""
 
-    num_pages: int
     page_tokens: int
     head_dim: int
     max_blocks: int
     num_parts: int
     num_rows: int  # rows that parts write
     num_results: int  # of the kernel of parts
-    has_sides: bool
+    path_slices: int  # beside the pages
     registers: WarpGroup
 
     @property
@@ -241,30 +248,49 @@ class _Call:
         D = self.buffers
         h = self.head_dim
         barriers = [plgpu.Barrier(num_barriers=many) for many in (1, D, D)]
+        if self.path_slices:
+            barriers += [plgpu.Barrier(num_arrivals=ROWS // SLICE, num_barriers=D)] * 2
         buffers = [shared_tiles(D, ROWS, h)] * 2
         sums = shared_sums(ROWS, h)
         is_interpreted = self.registers.interpreted  # without unions
         memory = [*buffers, sums] if is_interpreted else [plgpu.RefUnion(buffers, sums)]
         return [*barriers, shared_tiles(ROWS, h), *memory]
 
-    def copy(self, number: jax.Array, head: jax.Array, sources: Any, to: Any, barrier: Any) -> None:
-        """Copy a block of keys or values of a head from its page, or from the side blocks."""
-        pages, *sides = sources
+    def copy(self, number: jax.Array, head: jax.Array, pages: Any, to: Any, barrier: Any) -> None:
+        """Copy a block of keys or values of a head from its page."""
         each = self.page_tokens // ROWS
-        num_blocks = self.num_pages * each
+        block = pages.at[jax.lax.div(number, each), head]
+        if each > 1:
+            block = block.at[pl.ds(jax.lax.rem(number, each) * ROWS, ROWS)]
+        plgpu.copy_gmem_to_smem(block, to, barrier)
 
-        @pl.when(number < num_blocks)
-        def _() -> None:
-            block = pages.at[jax.lax.div(number, each), head]
-            if each > 1:
-                block = block.at[pl.ds(jax.lax.rem(number, each) * ROWS, ROWS)]
-            plgpu.copy_gmem_to_smem(block, to, barrier)
+    def copy_slices(
+        self,
+        number: jax.Array,
+        side: jax.Array,
+        held: jax.Array,
+        head: jax.Array,
+        sources: Any,
+        to: Any,
+        barrier: Any,
+    ) -> None:
+        """Copy `held` slices of a block from its page, and the slices from `side` on, in turn."""
+        pages, sides = sources
+        each = self.page_tokens // ROWS
+        page = pages.at[jax.lax.div(number, each), head]
+        for i in range(ROWS // SLICE):
+            to_8h = to.at[i * SLICE : (i + 1) * SLICE]
 
-        if self.has_sides:
+            @pl.when(i < held)
+            def _(i: int = i, to_8h: Any = to_8h) -> None:
+                first = jax.lax.rem(number, each) * ROWS + i * SLICE
+                plgpu.copy_gmem_to_smem(page.at[pl.ds(first, SLICE)], to_8h, barrier)
 
-            @pl.when(number >= num_blocks)
-            def _() -> None:
-                plgpu.copy_gmem_to_smem(sides[0].at[number - num_blocks, head], to, barrier)
+            @pl.when(i >= held)
+            def _(i: int = i, to_8h: Any = to_8h) -> None:
+                # slices behind the path are of others, and not seen
+                one = jnp.minimum(side + i, len(sides) - 1)
+                plgpu.copy_gmem_to_smem(sides.at[one, head], to_8h, barrier)
 
     def clear(self, values_Sh: Any, live: jax.Array) -> None:
         """Set values after the live positions to 0, because 0 times NaN would be NaN."""
@@ -301,13 +327,16 @@ class _Call:
 
 def _part_kernel(call: _Call, *refs: Any) -> None:
     """Compute one part of a tile: add its blocks, in order, to the running softmax."""
-    position_NR, path_NR, number_X, first_X, path_X, begins_X, bound_X, end_N, q = refs[:9]
-    num_sources = 4 if call.has_sides else 2
-    sources = refs[9 : 9 + num_sources]
-    first_result = 9 + num_sources
+    position_NR, path_NR, number_X, first_X, path_X, begins_X, bound_X, end_N = refs[:8]
+    held_N, side_N, q = refs[8:11]
+    has_sides = bool(call.path_slices)
+    first_result = 15 if has_sides else 13
+    sources = refs[11:first_result]
     first_scratch = first_result + call.num_results
     results = refs[first_result:first_scratch]
-    of_queries, of_keys, of_values, q_Rh, *memory = refs[first_scratch:]
+    num_barriers = 5 if has_sides else 3
+    of_queries, *arrived = refs[first_scratch : first_scratch + num_barriers]
+    q_Rh, *memory = refs[first_scratch + num_barriers :]
     if call.registers.interpreted:
         keys_DSh, values_DSh, sum_Rh = memory
     else:
@@ -323,9 +352,33 @@ def _part_kernel(call: _Call, *refs: Any) -> None:
         def _() -> None:
             buffer = jax.lax.rem(step, D)
             number = number_X[first + step]
-            moving = (keys_DSh, of_keys), (values_DSh, of_values)
-            for i, (to, barrier) in enumerate(moving):
-                call.copy(number, of_head, sources[i::2], to.at[buffer], barrier.at[buffer])
+            path = path_X[first + step]
+            buffers = keys_DSh.at[buffer], values_DSh.at[buffer]
+
+            def whole() -> None:
+                for i, to in enumerate(buffers):
+                    call.copy(number, of_head, sources[i], to, arrived[i].at[buffer])
+
+            def slices() -> None:
+                held = held_N[tile] - jax.lax.div(first_X[first + step], SLICE)
+                side = side_N[tile] + path * call.path_slices - held
+                for i, to in enumerate(buffers):
+                    call.copy_slices(
+                        number, side, held, of_head, sources[i::2], to, arrived[2 + i].at[buffer]
+                    )
+
+            if has_sides:
+                pl.when(path == WHOLE)(whole)
+                pl.when(path != WHOLE)(slices)
+            else:
+                whole()
+
+    def wait(path: jax.Array, buffer: jax.Array, which: int) -> None:
+        if has_sides:
+            pl.when(path == WHOLE)(lambda: plgpu.barrier_wait(arrived[which].at[buffer]))
+            pl.when(path != WHOLE)(lambda: plgpu.barrier_wait(arrived[2 + which].at[buffer]))
+        else:
+            plgpu.barrier_wait(arrived[which].at[buffer])
 
     def masked(step: jax.Array, scores_RS: jax.Array) -> jax.Array:
         path_R = registers.along(path_NR.at[tile], axis=0)
@@ -337,13 +390,13 @@ def _part_kernel(call: _Call, *refs: Any) -> None:
     def of_block(step: jax.Array, parts: Parts) -> Parts:
         buffer = jax.lax.rem(step, D)
         path = path_X[first + step]
-        plgpu.barrier_wait(of_keys.at[buffer])
+        wait(path, buffer, 0)
         scale = call.head_dim**-0.5 * LOG2_E
         scores_RS = registers.scores(q_Rh, keys_DSh.at[buffer], scale)
         scores_RS = jax.lax.cond(path == WHOLE, lambda x: x, partial(masked, step), scores_RS)
         parts = parts.next_if(begins_X[first + step] == 1, registers)
         weights_RS, current = parts.current.weigh(scores_RS)
-        plgpu.barrier_wait(of_values.at[buffer])
+        wait(path, buffer, 1)
         live = jnp.where(path == WHOLE, ROWS, end_N[tile] - first_X[first + step])
         call.clear(values_DSh.at[buffer], live)
         current = current.with_values(registers, weights_RS, values_DSh.at[buffer])
@@ -392,13 +445,13 @@ def attend_pages(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the same as `page_attention_tpu.attend_pages`."""
     B, W, H, _ = q_BWHh.shape
-    P, K, T, h = keys_PKTh.shape
+    _, K, T, h = keys_PKTh.shape
     assert H % K == 0
     q_BKnRh = _row_tiles(q_BWHh, K)
     n = q_BKnRh.shape[2]
     q_NKRh = q_BKnRh.swapaxes(1, 2).reshape(B * n, K, ROWS, h)
     row_N, length_N = (jnp.repeat(x, n) for x in (jnp.arange(B), length_B))
-    blocks = blocks_of(table_BN, Reads(row_N, length_N, length_N), P, T)
+    blocks = blocks_of(table_BN, Reads(row_N, length_N, length_N), T)
     last_NR = jnp.broadcast_to(length_N[:, None] - 1, (B * n, ROWS)).astype(jnp.int32)
     results = _attend_blocks(
         q_NKRh,
