@@ -16,6 +16,9 @@ heads per key/value head, h head size.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -60,10 +63,18 @@ def attend(
         # the TPU kernel puts the tokens in their places
         new = [paths.source_SE, k_XKh, v_XKh] if is_tpu else [paths.copies(*x) for x in pairs]
     N, A = tiles.token_NA.shape
-    q_NAHh = jnp.take(q_XHh.astype(dtype), tiles.token_NA, axis=0, mode="clip")
+    q_XHh = q_XHh.astype(dtype)
+    q_NAHh = q_XHh[:, None]
+    if not tiles.are_tokens:
+        q_NAHh = jnp.take(q_XHh, tiles.token_NA, axis=0, mode="clip")
     q_NKYh = q_NAHh.reshape(N, A, K, group, h).swapaxes(1, 2).reshape(N, K, A * group, h)
-    kernel = page_attention_tpu if is_tpu else page_attention_gpu
-    out_NKYh = kernel.attend_tiles(
+    attend_tiles: Callable[..., jax.Array] = page_attention_tpu.attend_tiles
+    if not is_tpu:
+        over = 8 - math.gcd(group, 8)  # the most empty rows in the last eight of a tile
+        attend_tiles = partial(
+            page_attention_gpu.attend_tiles, max_eights=(X * group + N * over) // 8
+        )
+    out_NKYh = attend_tiles(
         q_NKYh,
         keys_PKTh,
         values_PKTh,
@@ -73,6 +84,8 @@ def attend(
         new,
         interpret=interpret,
     )
+    if tiles.are_tokens and not is_tpu:  # the kernel returns 0 for tiles that read nothing
+        return out_NKYh.reshape(X, H, h)
     out_NKAGh = out_NKYh.reshape(N, K, A, group, h)
     out_XHh = out_NKAGh[tiles.tile_X, :, tiles.place_X].reshape(X, H, h)
     return jnp.where((tiles.row_X >= 0)[:, None, None], out_XHh, 0)
@@ -82,7 +95,8 @@ def attend(
 class Tiles:
     """The row, position, tile and place of each token, and the token of each place; int32.
 
-    Rows are −1 for tokens with a result of 0; places without a token have token X.
+    Rows are −1 for tokens with a result of 0; places without a token have token X. If tiles
+    `are_tokens`, tile i has only token i.
     """
 
     row_X: jax.Array
@@ -92,6 +106,7 @@ class Tiles:
     tile_X: jax.Array
     place_X: jax.Array
     token_NA: jax.Array
+    are_tokens: bool
 
     @staticmethod
     def of(after: After, size: int, num_slots: int) -> Tiles:
@@ -108,10 +123,13 @@ class Tiles:
         runs = after.num_runs or num_slots
         N = min(runs * -(-after.width // size), runs + X // size)
         N += N % 2  # the two cores of a TPU share the tiles
+        if after.width == 1 and N == X:
+            place_X = jnp.zeros_like(at_X)
+            return Tiles(row_X, after.length_X, depth_X, ups, at_X, place_X, at_X[:, None], True)
         tile_X = jnp.cumsum((place_X == 0) & is_own_X).astype(jnp.int32) - 1
         none_NA = jnp.full((N, size), X, jnp.int32)
         token_NA = none_NA.at[jnp.where(is_own_X, tile_X, N), place_X].set(at_X, mode="drop")
-        return Tiles(row_X, after.length_X, depth_X, ups, tile_X, place_X, token_NA)
+        return Tiles(row_X, after.length_X, depth_X, ups, tile_X, place_X, token_NA, False)
 
     @property
     def position_X(self) -> jax.Array:

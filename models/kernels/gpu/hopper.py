@@ -49,6 +49,11 @@ def shared_tiles(*shape: int) -> Any:
     )
 
 
+def shared_rows(*shape: int) -> Any:
+    """Return bfloat16 matrices in shared memory, row by row, for copies of any number of rows."""
+    return plgpu.SMEM(shape, jnp.bfloat16)
+
+
 def shared_sums(*shape: int) -> Any:
     """Return float32 matrices in shared memory, which copies take eight rows at a time."""
     layout = plgpu.TilingTransform((8, SWIZZLE_BYTES // 4))

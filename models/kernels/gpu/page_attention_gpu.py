@@ -6,7 +6,7 @@ several buffers: while one is computed, the next blocks are copied. A second ker
 Two thread blocks fit on a processor, so that one starts or ends a part while the other computes.
 
 N tiles of R = 64 rows, Y rows in use, K key/value heads, h head size, P pages, T positions of a
-page, L blocks in the list of a tile, X parts, D buffers, S slices of 8 positions beside the pages.
+page, L blocks in the list of a tile, X parts, D buffers, S side slices of 8 positions.
 Formulas: see `hopper`.
 """
 
@@ -30,6 +30,7 @@ from reprise.models.kernels.gpu.hopper import (
     Softmax,
     WarpGroup,
     across,
+    shared_rows,
     shared_sums,
     shared_tiles,
 )
@@ -39,7 +40,7 @@ from reprise.models.kernels.shared.powers import LOG2_E, NEGATIVE
 ROWS_AT_ONCE = 8  # rows of sums per copy
 # sums over the columns of a tile need no shared memory
 _COMPILING = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
-SLICE = 8  # positions that are copied at once from beside the pages: the rows of a layout's tile
+SLICE = 8  # positions of a side slice: the rows of a tile of the layout in shared memory
 WHOLE = -1  # the path of a block that every row of its tile sees in full
 MAX_BUFFERS = 8
 
@@ -65,8 +66,8 @@ class Blocks(NamedTuple):
     """The blocks of keys that each tile reads, in order of position; int32.
 
     Blocks are halves or wholes of pages. A row sees blocks of its path up to its position, and
-    blocks of the path `WHOLE`. In blocks of path i, positions from `SLICE` · `held_N` on are beside
-    the pages, from slice `side_N` + i · (slices of a path) on. The blocks of a part are at
+    blocks of the path `WHOLE`. In blocks of path i, positions from `SLICE` · `held_N` on are in
+    side slices, from slice `side_N` + i · (slices of a path) on. The blocks of a part are at
     `bound_NX[:, x : x + 2]`; `begins_NL` is 1 at the first block. Positions from `end_N` on are
     arbitrary.
     """
@@ -91,7 +92,7 @@ def blocks_of(table_BN: jax.Array, reads: Reads, page_tokens: int) -> Blocks:
     N, max_pages = table_NX.shape
     num_paths_N1 = jnp.ones((N, 1), jnp.int32) if paths is None else paths.num_N[:, None]
     max_blocks = max_pages * each
-    if paths is not None:  # which begin at any slice of a block
+    if paths is not None:  # a path starts at any slice of a block
         max_blocks += -(-((paths.blocks - 1) * SLICE + ROWS) // ROWS) * paths.max_paths
     whole_N1 = jnp.where(last_N > 0, length_N // ROWS, 0)[:, None]
     tail_N1 = jnp.maximum(-(-last_N[:, None] // ROWS) - whole_N1, 0)
@@ -126,33 +127,33 @@ def attend_tiles(
     reads: Reads,
     sides_SK8h: Sequence[jax.Array] = (),
     *,
+    max_eights: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
     """Return the attention of tiles of Y ≤ 64 rows, [N, K, Y, h] in the dtype of the queries.
 
-    A row sees the whole blocks of its tile, and other blocks of its path up to its position.
+    The rows with a position are the first of a tile, in eights at most `max_eights` of all tiles;
+    results of others are arbitrary. Tiles that read nothing get 0. A row sees the whole blocks of
+    its tile, and other blocks of its path up to its position.
     """
     Y = q_NKYh.shape[2]
-    _, _, T, _ = keys_PKTh.shape
-    q_NKRh = jnp.pad(q_NKYh, ((0, 0), (0, 0), (0, ROWS - Y), (0, 0)))
     padding = (0, 0), (0, ROWS - Y)
-    out_NKRh = _attend_blocks(
-        q_NKRh,
+    return _attend_blocks(
+        q_NKYh,
         keys_PKTh,
         values_PKTh,
         jnp.pad(position_NY, padding, constant_values=-1),
         jnp.pad(path_NY, padding, constant_values=-1),
-        blocks_of(table_BN, reads, T),
+        blocks_of(table_BN, reads, keys_PKTh.shape[2]),
         sides_SK8h,
         path_slices=0 if reads.paths is None else reads.paths.blocks,
-        num_rows=Y,
+        max_eights=max_eights,
         interpret=interpret,
     )
-    return out_NKRh[:, :, :Y]
 
 
 def _attend_blocks(
-    q_NKRh: jax.Array,
+    q_NKYh: jax.Array,
     keys_PKTh: jax.Array,
     values_PKTh: jax.Array,
     position_NR: jax.Array,
@@ -161,38 +162,47 @@ def _attend_blocks(
     sides_SK8h: Sequence[jax.Array] = (),
     *,
     path_slices: int = 0,
-    num_rows: int = ROWS,
+    max_eights: int | None = None,
     is_partial: bool = False,
     interpret: Any = None,
 ) -> Any:
-    """Return the attention of the first rows of tiles, [N, K, R, h] in the dtype of the queries.
+    """Return the attention of tiles, [N, K, Y, h] in the dtype of the queries.
 
-    With `is_partial`, return the softmax instead, float32 [N, K, R, h] and twice [N, K, R].
+    With `is_partial`, return the softmax instead, float32 [N, K, R, h] and twice [N, K, R]; only
+    the first Y rows count.
     """
-    N, K, R, h = q_NKRh.shape
+    N, K, Y, h = q_NKYh.shape
     P, _, T, _ = keys_PKTh.shape
-    assert R == ROWS and values_PKTh.shape == keys_PKTh.shape == (P, K, T, h)
-    assert q_NKRh.dtype == keys_PKTh.dtype == values_PKTh.dtype
+    assert Y <= ROWS and values_PKTh.shape == keys_PKTh.shape == (P, K, T, h)
+    assert q_NKYh.dtype == keys_PKTh.dtype == values_PKTh.dtype
     if why := takes(h, T, keys_PKTh.dtype):
         raise ValueError(why)
     L = blocks.number_NL.shape[1]
     num_parts = blocks.bound_NX.shape[1] - 1
     registers = WarpGroup(bool(interpret))
-    rows = -(-num_rows // ROWS_AT_ONCE) * ROWS_AT_ONCE
+    if Y > ROWS_AT_ONCE:
+        q_NKYh = jnp.pad(q_NKYh, ((0, 0), (0, 0), (0, -Y % ROWS_AT_ONCE), (0, 0)))
     is_softmax = is_partial or num_parts > 1
-    call = _Call(T, h, L, num_parts, rows, 3 if is_softmax else 1, path_slices, registers)
-    varying = jax.typeof(q_NKRh).manual_axis_type  # under shard_map, results vary as queries do
+    eights = -(-Y // ROWS_AT_ONCE)
+    num_eights = N * eights
+    if max_eights is not None:
+        num_eights = min(num_eights, max_eights)
+    call = _Call(T, h, L, num_parts, Y, 3 if is_softmax else 1, path_slices, registers)
+    varying = jax.typeof(q_NKYh).manual_axis_type  # under shard_map, results vary as queries do
 
     def shaped(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
 
-    def softmax(*shape: int, rows: int = R) -> list[jax.ShapeDtypeStruct]:
-        return [shaped(*shape, rows, h), shaped(*shape, R), shaped(*shape, R)]
-
-    result = softmax(N, K) if is_partial else [shaped(N, K, R, h, dtype=q_NKRh.dtype)]
+    result = [shaped(N, K, Y, h, dtype=q_NKYh.dtype)]
+    if is_partial:
+        result = [shaped(N, K, ROWS, h), *[shaped(N, K, ROWS)] * 2]
+    of_parts = [shaped(num_parts, num_eights, K, ROWS_AT_ONCE, h)]
+    of_parts += [shaped(num_parts, N, K, ROWS)] * 2
+    eights_N = -(-jnp.sum(position_NR[:, :Y] >= 0, axis=1, dtype=jnp.int32) // ROWS_AT_ONCE)
+    at_N = (jnp.cumsum(eights_N) - eights_N).astype(jnp.int32)
     parts = plgpu.kernel(
         partial(_part_kernel, call),
-        out_type=result if num_parts == 1 else softmax(num_parts, N, K, rows=rows),
+        out_type=result if num_parts == 1 else of_parts,
         scratch_types=call.scratch(),
         grid=(K, num_parts, N),
         grid_names=("head", "part", "tile"),
@@ -203,23 +213,26 @@ def _attend_blocks(
         position_NR,
         path_NR,
         *(x.reshape(-1) for x in blocks),
-        q_NKRh,
+        at_N,
+        eights_N,
+        q_NKYh,
         keys_PKTh,
         values_PKTh,
         *sides_SK8h,
     )
     if num_parts > 1:
         num_N = jnp.sum(blocks.bound_NX[:, 1:] > blocks.bound_NX[:, :-1], axis=1, dtype=jnp.int32)
+        copied = plgpu.Barrier(num_arrivals=eights)
         parts = plgpu.kernel(
             partial(_join_kernel, call),
             out_type=result,
-            scratch_types=[shared_tiles(ROWS, h), shared_sums(ROWS, h), plgpu.Barrier()],
+            scratch_types=[shared_rows(ROWS, h), shared_sums(ROWS, h), copied],
             grid=(K, N),
             grid_names=("head", "tile"),
             compiler_params=_COMPILING,
             interpret=interpret,
             kernel_name="page_attention_parts",
-        )(num_N, *parts)
+        )(num_N, at_N, *parts)
     return tuple(parts) if is_partial else parts[0]
 
 
@@ -231,19 +244,24 @@ class _Call:
     head_dim: int
     max_blocks: int
     num_parts: int
-    num_rows: int  # rows that parts write
+    num_rows: int
     num_results: int  # of the kernel of parts
-    path_slices: int  # beside the pages
+    path_slices: int  # side slices of a path
     registers: WarpGroup
 
     @property
     def buffers(self) -> int:
         return min(MAX_BUFFERS, H100_BUFFER_BYTES // (2 * ROWS * self.head_dim * 2))
 
-    def scratch(self) -> list[Any]:
-        """Return queries, keys, values and sums in shared memory, and barriers of copies.
+    @property
+    def part_rows(self) -> int:
+        """The rows of sums that parts write."""
+        return -(-self.num_rows // ROWS_AT_ONCE) * ROWS_AT_ONCE
 
-        The sums, which are written last, lie over the buffers of keys and values.
+    def scratch(self) -> list[Any]:
+        """Return queries, keys, values and results in shared memory, and barriers of copies.
+
+        The results, which are written last, share the memory of the keys and values.
         """
         D = self.buffers
         h = self.head_dim
@@ -251,9 +269,9 @@ class _Call:
         if self.path_slices:
             barriers += [plgpu.Barrier(num_arrivals=ROWS // SLICE, num_barriers=D)] * 2
         buffers = [shared_tiles(D, ROWS, h)] * 2
-        sums = shared_sums(ROWS, h)
+        result = shared_rows(ROWS, h) if self.num_parts == 1 else shared_sums(ROWS, h)
         is_interpreted = self.registers.interpreted  # without unions
-        memory = [*buffers, sums] if is_interpreted else [plgpu.RefUnion(buffers, sums)]
+        memory = [*buffers, result] if is_interpreted else [plgpu.RefUnion(buffers, result)]
         return [*barriers, shared_tiles(ROWS, h), *memory]
 
     def copy(self, number: jax.Array, head: jax.Array, pages: Any, to: Any, barrier: Any) -> None:
@@ -288,7 +306,7 @@ class _Call:
 
             @pl.when(i >= held)
             def _(i: int = i, to_8h: Any = to_8h) -> None:
-                # slices behind the path are of others, and not seen
+                # slices after the end of the path belong to other paths, and are not seen
                 one = jnp.minimum(side + i, len(sides) - 1)
                 plgpu.copy_gmem_to_smem(sides.at[one, head], to_8h, barrier)
 
@@ -303,23 +321,58 @@ class _Call:
                 some_SR[...] = jnp.where(is_live_SR, self.registers.laid_out(some_SR[...]), 0)
             plgpu.commit_smem()
 
+    def load_queries(self, q_Yh: Any, q_Rh: Any, barrier: Any) -> None:
+        """Load the rows in use; others are arbitrary, and never written."""
+        if self.num_rows > ROWS_AT_ONCE:
+            plgpu.copy_gmem_to_smem(q_Yh, q_Rh.at[: self.part_rows], barrier)
+            plgpu.barrier_wait(barrier)
+            return
+        # rows of a layout are copied in eights only
+        row_Rh = self.registers.positions(q_Rh.shape, axis=0)
+        rows_Rh = self.registers.laid_out(jnp.zeros(q_Rh.shape, q_Rh.dtype))
+        for row in range(self.num_rows):
+            of_row_h = self.registers.along(q_Yh.at[row], axis=1)
+            of_row_Rh = jax.lax.broadcast_in_dim(of_row_h, q_Rh.shape, [1])
+            rows_Rh = jnp.where(row_Rh == row, of_row_Rh, rows_Rh)
+        q_Rh[...] = rows_Rh
+        plgpu.commit_smem()
+
     def write(self, place: tuple, softmax: Softmax, results: Any, tile_Rh: Any) -> None:
-        """Write the softmax of a tile, or its attention through shared memory that is free."""
+        """Write the softmax of a tile, or its attention through shared memory."""
         if len(results) > 1:
             for to, x in zip(results, softmax, strict=True):
                 to[place] = x
             return
         tile_Rh[...] = softmax.attention().astype(tile_Rh.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(tile_Rh, results[0].at[place])
+        plgpu.copy_smem_to_gmem(tile_Rh.at[: self.num_rows], results[0].at[place])
         plgpu.wait_smem_to_gmem(0)
 
-    def write_part(self, place: tuple, softmax: Softmax, results: Any, sum_Rh: Any) -> None:
-        """Write the softmax of a part, with only a few rows of sums."""
+    def eights(self, sum_Rh: Any) -> list[Any]:
+        """Return the rows of sums in use, eight at a time."""
+        firsts = range(0, self.part_rows, ROWS_AT_ONCE)
+        return [sum_Rh.at[first : first + ROWS_AT_ONCE] for first in firsts]
+
+    def write_part(
+        self,
+        place: tuple,
+        first: jax.Array,
+        eights: jax.Array,
+        softmax: Softmax,
+        results: Any,
+        sum_Rh: Any,
+    ) -> None:
+        """Write the softmax of a part, with only the rows of sums that have a position."""
+        part, _, head = place
         sums, tops, totals = results
         sum_Rh[...] = softmax.sum_Rh
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(sum_Rh.at[: self.num_rows], sums.at[place])
+        for i, some_8h in enumerate(self.eights(sum_Rh)):
+
+            @pl.when(i < eights)
+            def _(i: int = i, some_8h: Any = some_8h) -> None:
+                plgpu.copy_smem_to_gmem(some_8h, sums.at[part, first + i, head])
+
         tops[place] = softmax.top_R
         totals[place] = softmax.total_R
         plgpu.wait_smem_to_gmem(0)
@@ -328,19 +381,19 @@ class _Call:
 def _part_kernel(call: _Call, *refs: Any) -> None:
     """Compute one part of a tile: add its blocks, in order, to the running softmax."""
     position_NR, path_NR, number_X, first_X, path_X, begins_X, bound_X, end_N = refs[:8]
-    held_N, side_N, q = refs[8:11]
+    held_N, side_N, at_N, eights_N, q = refs[8:13]
     has_sides = bool(call.path_slices)
-    first_result = 15 if has_sides else 13
-    sources = refs[11:first_result]
+    first_result = 17 if has_sides else 15
+    sources = refs[13:first_result]
     first_scratch = first_result + call.num_results
     results = refs[first_result:first_scratch]
     num_barriers = 5 if has_sides else 3
     of_queries, *arrived = refs[first_scratch : first_scratch + num_barriers]
     q_Rh, *memory = refs[first_scratch + num_barriers :]
     if call.registers.interpreted:
-        keys_DSh, values_DSh, sum_Rh = memory
+        keys_DSh, values_DSh, result_Rh = memory
     else:
-        (keys_DSh, values_DSh), sum_Rh = memory[0]
+        (keys_DSh, values_DSh), result_Rh = memory[0]
     of_head, part, tile = (jax.lax.axis_index(x) for x in ("head", "part", "tile"))
     first = tile * call.max_blocks + bound_X[tile * (call.num_parts + 1) + part]
     steps = tile * call.max_blocks + bound_X[tile * (call.num_parts + 1) + part + 1] - first
@@ -405,25 +458,29 @@ def _part_kernel(call: _Call, *refs: Any) -> None:
 
     @pl.when((steps > 0) | (part == 0))
     def _() -> None:
-        plgpu.copy_gmem_to_smem(q.at[tile, of_head], q_Rh, of_queries)
         for step in range(D):
             fetch(jnp.int32(step))
-        plgpu.barrier_wait(of_queries)
+        call.load_queries(q.at[tile, of_head], q_Rh, of_queries)
         parts = jax.lax.fori_loop(0, steps, of_block, Parts.over_none(registers, call.head_dim))
         if call.num_parts == 1:
-            call.write((tile, of_head), parts.joined(), results, q_Rh)
+            call.write((tile, of_head), parts.joined(), results, result_Rh)
         else:
-            call.write_part((part, tile, of_head), parts.joined(), results, sum_Rh)
+            place = part, tile, of_head
+            rows = at_N[tile], eights_N[tile]
+            call.write_part(place, *rows, parts.joined(), results, result_Rh)
 
 
-def _join_kernel(call: _Call, num_N: Any, *refs: Any) -> None:
+def _join_kernel(call: _Call, num_N: Any, at_N: Any, *refs: Any) -> None:
     """Join the parts of a tile, in order."""
     sums, tops, totals, *results, tile_Rh, part_Rh, copied = refs
     registers = call.registers
     place = tile, head = tuple(jax.lax.axis_index(x) for x in ("tile", "head"))
 
     def with_part(part: jax.Array, before: Softmax) -> Softmax:
-        plgpu.copy_gmem_to_smem(sums.at[part, tile, head], part_Rh.at[: call.num_rows], copied)
+        for i, some_8h in enumerate(call.eights(part_Rh)):
+            # rows after the end of the tile belong to other tiles
+            eight = jnp.minimum(at_N[tile] + i, sums.shape[1] - 1)
+            plgpu.copy_gmem_to_smem(sums.at[part, eight, head], some_8h, copied)
         rows = [registers.along(x.at[part, tile, head], axis=0) for x in (tops, totals)]
         plgpu.barrier_wait(copied)
         softmax = before.joined(Softmax(registers.tile(part_Rh), *rows))
@@ -454,13 +511,12 @@ def attend_pages(
     blocks = blocks_of(table_BN, Reads(row_N, length_N, length_N), T)
     last_NR = jnp.broadcast_to(length_N[:, None] - 1, (B * n, ROWS)).astype(jnp.int32)
     results = _attend_blocks(
-        q_NKRh,
+        q_NKRh[:, :, : W * H // K],
         keys_PKTh,
         values_PKTh,
         last_NR,
         jnp.zeros_like(last_NR),
         blocks,
-        num_rows=min(ROWS, W * H // K),
         is_partial=True,
         interpret=interpret,
     )
