@@ -6,7 +6,7 @@
 | training | a gradient step of Qwen3-8B on eight TPU v5p | compiled_training.json |
 | preflights | the configurations of configs/real, by `rl.preflight` | preflights.json |
 | auto | `qwen3_8b_8xh100` with "auto" sizes, by `rl.preflight` | preflights_auto.json |
-| waits | loops and conditionals for which an H100 waits for the host | compiled_waits.json |
+| waits | kernels of rounds; loops and conditionals that wait for the host | compiled_waits.json |
 
 Nothing runs; each target needs its compiler (`pip install "jax[tpu]"`, `"jax[cuda13]"`), no device.
 
@@ -18,7 +18,8 @@ vocabulary).
 
 `waits` compiles rounds of Qwen3-0.6B, plain ones, of any trees, and of chains, and a gradient step,
 without and with top-k and top-p. A loop counts if only the device knows its number of iterations, a
-conditional waits unless XLA puts it into a command buffer (`waiting_conditionals`).
+conditional waits unless XLA puts it into a command buffer (`waiting_conditionals`). Kernels are
+those of XLA's thunks, loops once and all branches; a layer has as many as one more layer adds.
 
 A gradient step has one packed row a chip; temporaries are a chip's memory beside the arguments.
 
@@ -191,12 +192,18 @@ def waits_of(layers: int, *, may_cut: bool, dump: Path) -> dict[str, Any]:
         found[name] = {
             **hlo.decisions(hlo.parse(program.as_text())),
             "waiting_conditionals": hlo.waiting_conditionals(thunks),
+            "kernels": hlo.kernels(thunks),
             "temporaries_mb": round(num_bytes / 1e6),
         }
 
     names = ("plain", "verify", "chains")
     for name, program, _ in round_programs(model, target, names=names, may_cut=may_cut):
         count(name, program, _new_thunks(dump))
+    if not may_cut:
+        deeper = dataclasses.replace(model, num_layers=layers + 1)
+        for name, _, _ in round_programs(deeper, target, names=names, may_cut=may_cut):
+            num_kernels = hlo.kernels(_new_thunks(dump))
+            found[name]["kernels_a_layer"] = num_kernels - found[name]["kernels"]
     step = gradient_step(model, STEP_TOKENS, "layer", devices_of(target), may_cut=may_cut)
     program = step.compile(compiler_options=target.kind.compiler_options)
     count("training", program, _new_thunks(dump))

@@ -22,6 +22,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _TILE = re.compile(r"T\(([\d,]+)\)")
 _THUNK = re.compile(r"^(\s*)\d+: (k\w+)\b")
+_LAUNCHED = "kKernel", "kCustomKernel", "kCustomCall", "kGemm", "kCublasLtMatmul"
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all".split()
 )
@@ -116,6 +117,15 @@ def waiting_conditionals(thunks: str) -> int:
         count += thunk[2] == "kConditional" and not is_buffered
         around.append((indentation, thunk[2]))
     return count
+
+
+def kernels(thunks: str) -> int:
+    """Return the number of kernels in XLA's sequence of thunks: of loops once, of all branches.
+
+    Copies and fills are not kernels.
+    """
+    lines = map(_THUNK.match, thunks.splitlines())
+    return sum(thunk is not None and thunk[2] in _LAUNCHED for thunk in lines)
 
 
 def parse(text: str) -> Module:

@@ -353,7 +353,7 @@ def _entropy(logits_V: jax.Array, top: jax.Array, log_total: jax.Array, axes: Ax
 
 
 def given_log_probs(
-    logits_V: jax.Array,
+    logits_V: jax.Array | None,
     processed_V: jax.Array,
     mass: Masses,
     tokens: jax.Array,
@@ -362,11 +362,18 @@ def given_log_probs(
     """Return the log-probability of given tokens, as `log_probs`, and whether they can be drawn.
 
     `processed_V` are the processed `logits_V`, and `mass` their masses. A token that was cut is put
-    back into its row. Returns (float32 [...], bool [...]).
+    back into its row; `logits_V` is None if nothing is cut. Returns (float32 [...], bool [...]).
     """
-    scale = jnp.where(temperature <= 0, 1.0, temperature)
-    raw = jnp.take_along_axis(logits_V.astype(jnp.float32), tokens[..., None], axis=-1)[..., 0]
-    raw = raw / scale
-    possible = jnp.take_along_axis(processed_V, tokens[..., None], axis=-1)[..., 0] > -jnp.inf
+
+    def of_tokens(x_V: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x_V, tokens[..., None], axis=-1)[..., 0]
+
+    processed = of_tokens(processed_V)
+    possible = processed > -jnp.inf
+    raw = processed
+    if logits_V is not None:
+        raw = of_tokens(logits_V.astype(jnp.float32)) / jnp.where(
+            temperature <= 0, 1.0, temperature
+        )
     put_back = raw - jnp.logaddexp(mass.top + mass.log_total, raw)
     return jnp.where(possible, raw - mass.top - mass.log_total, put_back), possible

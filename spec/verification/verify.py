@@ -219,8 +219,10 @@ def _draw_part(
         return drawn_M, logprobs_M, jnp.zeros(drawn_M.shape, bool)
     given_M = nodes.given_M
     min_logprob_M = nodes.min_logprob_M
+    # without cuts, logits are processed in their place: one array of the vocabulary fewer
+    uncut_MV = logits_MV if draws.may_cut else None
     given_logprobs_M, possible_M = sampling.given_log_probs(
-        logits_MV, processed_MV, mass, jnp.maximum(given_M, 0), temperature_M
+        uncut_MV, processed_MV, mass, jnp.maximum(given_M, 0), temperature_M
     )
     possible_M &= (temperature_M > 0) | (drawn_M == given_M)
     reused_M = (min_logprob_M == -jnp.inf) | (possible_M & (given_logprobs_M >= min_logprob_M))

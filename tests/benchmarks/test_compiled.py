@@ -40,7 +40,9 @@ def test_a_gpu_does_not_wait_for_the_host():
     assert not any(one["waiting_conditionals"] for one in found.values())
     cuts = compiled("benchmarks.compiled", "--one_waits", "1", "cuts")
     assert all(one["waiting_conditionals"] for one in cuts.values()), "of top-k and top-p"
-    assert found["chains"]["temporaries_mb"] < 0.5 * found["verify"]["temporaries_mb"]
+    assert found["plain"]["temporaries_mb"] < 50 and found["chains"]["temporaries_mb"] < 125
+    assert found["verify"]["temporaries_mb"] < 175, "with side blocks for 512 paths, not 64"
+    assert found["plain"]["kernels_a_layer"] <= 18, "no select of idle rows"
 
 
 @pytest.mark.soak

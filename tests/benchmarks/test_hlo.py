@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.hlo import bytes_of, collectives_of, decisions, parse, waiting_conditionals
+from benchmarks.hlo import (
+    bytes_of,
+    collectives_of,
+    decisions,
+    kernels,
+    parse,
+    waiting_conditionals,
+)
 
 TEXT = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[4,8]{1,0})->f32[16,8]}
 
@@ -163,3 +170,20 @@ def test_conditionals_outside_of_command_buffers_are_counted():
 """
     assert waiting_conditionals(thunks) == 3
     assert waiting_conditionals("") == 0
+
+
+def test_kernels_of_loops_and_branches_are_counted_and_copies_are_not():
+    thunks = """000: kCommandBuffer [source | next=009 (1)]
+    001: kCustomKernel [source       | next=002 (1)] loop_pad_fusion grid: [8192, 1, 1]
+    002: kCopy         [prev=001 (1) | next=003 (1)] kCopy
+    003: kCustomCall   [prev=002 (1) | sink        ] kCustomCall
+009: kWhile [prev=000 (1)]
+condition:
+    010: kKernel [source | sink] kKernelOfTheCondition
+  body:
+    011: kConditional [source | sink]
+        000: kKernel [source | sink]
+kKernel: no line of a thunk
+"""
+    assert kernels(thunks) == 4
+    assert kernels("") == 0

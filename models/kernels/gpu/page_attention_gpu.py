@@ -1,8 +1,9 @@
 """Attention of tokens to blocks of keys in pages: the kernels for Hopper.
 
 A thread block has up to 64 rows (tokens of a slot, with the query heads of a key/value head), and
-one part of the blocks that these rows read (`models.kernels.gpu.hopper`). Blocks come by TMA into
-several buffers: while one is computed, the next blocks are copied. A second kernel joins the parts.
+one or more parts of the blocks that these rows read (`models.kernels.gpu.hopper`). Blocks come by
+TMA into several buffers: while one is computed, the next blocks are copied. A second kernel joins
+the parts.
 Two thread blocks fit on a processor, so that one starts or ends a part while the other computes.
 
 N tiles of R = 64 rows, Y rows in use, K key/value heads, h head size, P pages, T positions of a
@@ -43,6 +44,7 @@ _COMPILING = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
 SLICE = 8  # positions of a side slice: the rows of a tile of the layout in shared memory
 WHOLE = -1  # the path of a block that every row of its tile sees in full
 MAX_BUFFERS = 8
+MANY_BLOCKS = 2048  # that start; more would be empty where slots are shorter than they may be
 
 
 def takes(head_dim: int, page_tokens: int, dtype: Any) -> str | None:
@@ -187,7 +189,11 @@ def _attend_blocks(
     num_eights = N * eights
     if max_eights is not None:
         num_eights = min(num_eights, max_eights)
-    call = _Call(T, h, L, num_parts, Y, 3 if is_softmax else 1, path_slices, registers)
+    at_once = num_parts
+    if not path_slices:  # with side slices, a loop over parts needs more registers than there are
+        at_once = min(num_parts, -(-MANY_BLOCKS // (K * N)))
+    num_results = 3 if is_softmax else 1
+    call = _Call(T, h, L, num_parts, at_once, Y, num_results, path_slices, registers)
     varying = jax.typeof(q_NKYh).manual_axis_type  # under shard_map, results vary as queries do
 
     def shaped(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -200,11 +206,12 @@ def _attend_blocks(
     of_parts += [shaped(num_parts, N, K, ROWS)] * 2
     eights_N = -(-jnp.sum(position_NR[:, :Y] >= 0, axis=1, dtype=jnp.int32) // ROWS_AT_ONCE)
     at_N = (jnp.cumsum(eights_N) - eights_N).astype(jnp.int32)
+    num_N = jnp.sum(blocks.bound_NX[:, 1:] > blocks.bound_NX[:, :-1], axis=1, dtype=jnp.int32)
     parts = plgpu.kernel(
         partial(_part_kernel, call),
         out_type=result if num_parts == 1 else of_parts,
         scratch_types=call.scratch(),
-        grid=(K, num_parts, N),
+        grid=(K, call.parts_at_once, N),
         grid_names=("head", "part", "tile"),
         compiler_params=_COMPILING,
         interpret=interpret,
@@ -215,13 +222,13 @@ def _attend_blocks(
         *(x.reshape(-1) for x in blocks),
         at_N,
         eights_N,
+        jnp.maximum(num_N, 1),
         q_NKYh,
         keys_PKTh,
         values_PKTh,
         *sides_SK8h,
     )
     if num_parts > 1:
-        num_N = jnp.sum(blocks.bound_NX[:, 1:] > blocks.bound_NX[:, :-1], axis=1, dtype=jnp.int32)
         copied = plgpu.Barrier(num_arrivals=eights)
         parts = plgpu.kernel(
             partial(_join_kernel, call),
@@ -244,6 +251,7 @@ class _Call:
     head_dim: int
     max_blocks: int
     num_parts: int
+    parts_at_once: int  # thread block i computes parts i, i + this number, …
     num_rows: int
     num_results: int  # of the kernel of parts
     path_slices: int  # side slices of a path
@@ -379,12 +387,12 @@ class _Call:
 
 
 def _part_kernel(call: _Call, *refs: Any) -> None:
-    """Compute one part of a tile: add its blocks, in order, to the running softmax."""
+    """Compute some parts of a tile: add the blocks of each, in order, to a running softmax."""
     position_NR, path_NR, number_X, first_X, path_X, begins_X, bound_X, end_N = refs[:8]
-    held_N, side_N, at_N, eights_N, q = refs[8:13]
+    held_N, side_N, at_N, eights_N, num_N, q = refs[8:14]
     has_sides = bool(call.path_slices)
-    first_result = 17 if has_sides else 15
-    sources = refs[13:first_result]
+    first_result = 18 if has_sides else 16
+    sources = refs[14:first_result]
     first_scratch = first_result + call.num_results
     results = refs[first_result:first_scratch]
     num_barriers = 5 if has_sides else 3
@@ -395,12 +403,10 @@ def _part_kernel(call: _Call, *refs: Any) -> None:
     else:
         (keys_DSh, values_DSh), result_Rh = memory[0]
     of_head, part, tile = (jax.lax.axis_index(x) for x in ("head", "part", "tile"))
-    first = tile * call.max_blocks + bound_X[tile * (call.num_parts + 1) + part]
-    steps = tile * call.max_blocks + bound_X[tile * (call.num_parts + 1) + part + 1] - first
     registers = call.registers
     D = call.buffers
 
-    def fetch(step: jax.Array) -> None:
+    def fetch(first: jax.Array, steps: jax.Array, step: jax.Array) -> None:
         @pl.when(step < steps)
         def _() -> None:
             buffer = jax.lax.rem(step, D)
@@ -433,41 +439,56 @@ def _part_kernel(call: _Call, *refs: Any) -> None:
         else:
             plgpu.barrier_wait(arrived[which].at[buffer])
 
-    def masked(step: jax.Array, scores_RS: jax.Array) -> jax.Array:
+    def masked(at: jax.Array, scores_RS: jax.Array) -> jax.Array:
         path_R = registers.along(path_NR.at[tile], axis=0)
         position_R = registers.along(position_NR.at[tile], axis=0)
-        last_R = jnp.where(path_R == path_X[first + step], position_R, -1)
-        seen_RS = registers.positions(scores_RS.shape, axis=1) + first_X[first + step]
+        last_R = jnp.where(path_R == path_X[at], position_R, -1)
+        seen_RS = registers.positions(scores_RS.shape, axis=1) + first_X[at]
         return jnp.where(seen_RS <= across(last_R, ROWS), scores_RS, NEGATIVE)
 
-    def of_block(step: jax.Array, parts: Parts) -> Parts:
+    def of_block(first: jax.Array, steps: jax.Array, step: jax.Array, parts: Parts) -> Parts:
         buffer = jax.lax.rem(step, D)
         path = path_X[first + step]
         wait(path, buffer, 0)
         scale = call.head_dim**-0.5 * LOG2_E
         scores_RS = registers.scores(q_Rh, keys_DSh.at[buffer], scale)
-        scores_RS = jax.lax.cond(path == WHOLE, lambda x: x, partial(masked, step), scores_RS)
+        mask = partial(masked, first + step)
+        scores_RS = jax.lax.cond(path == WHOLE, lambda x: x, mask, scores_RS)
         parts = parts.next_if(begins_X[first + step] == 1, registers)
         weights_RS, current = parts.current.weigh(scores_RS)
         wait(path, buffer, 1)
         live = jnp.where(path == WHOLE, ROWS, end_N[tile] - first_X[first + step])
         call.clear(values_DSh.at[buffer], live)
         current = current.with_values(registers, weights_RS, values_DSh.at[buffer])
-        fetch(step + D)
+        fetch(first, steps, step + D)
         return Parts(current, parts.before)
 
-    @pl.when((steps > 0) | (part == 0))
-    def _() -> None:
+    def compute(part: jax.Array, is_first: Any) -> None:
+        bound = tile * (call.num_parts + 1) + part
+        first = tile * call.max_blocks + bound_X[bound]
+        steps = tile * call.max_blocks + bound_X[bound + 1] - first
         for step in range(D):
-            fetch(jnp.int32(step))
-        call.load_queries(q.at[tile, of_head], q_Rh, of_queries)
-        parts = jax.lax.fori_loop(0, steps, of_block, Parts.over_none(registers, call.head_dim))
+            fetch(first, steps, jnp.int32(step))
+        pl.when(is_first)(lambda: call.load_queries(q.at[tile, of_head], q_Rh, of_queries))
+        add = partial(of_block, first, steps)
+        parts = jax.lax.fori_loop(0, steps, add, Parts.over_none(registers, call.head_dim))
         if call.num_parts == 1:
             call.write((tile, of_head), parts.joined(), results, result_Rh)
         else:
             place = part, tile, of_head
-            rows = at_N[tile], eights_N[tile]
-            call.write_part(place, *rows, parts.joined(), results, result_Rh)
+            softmax = parts.joined()
+            call.write_part(place, at_N[tile], eights_N[tile], softmax, results, result_Rh)
+
+    num = num_N[tile]
+    each = call.parts_at_once
+    if each == call.num_parts:
+        pl.when(part < num)(lambda: compute(part, True))
+        return
+
+    def one(i: jax.Array, _: None) -> None:
+        compute(part + i * each, i == 0)
+
+    jax.lax.fori_loop(0, jax.lax.div(jnp.maximum(num - part, 0) + each - 1, each), one, None)
 
 
 def _join_kernel(call: _Call, num_N: Any, at_N: Any, *refs: Any) -> None:

@@ -55,9 +55,9 @@ def platform(request):
     jax.clear_caches()
 
 
-@partial(jax.jit, static_argnames=("platform", "num_paths"))
-def attend(platform, new, pages, row_X, length_X, parent_X, table_BN, num_paths):
-    after = After(row_X, length_X, parent_X, num_paths, len(row_X), len(row_X))
+@partial(jax.jit, static_argnames=("platform", "num_paths", "width"))
+def attend(platform, new, pages, row_X, length_X, parent_X, table_BN, num_paths, width=None):
+    after = After(row_X, length_X, parent_X, num_paths, width or len(row_X), len(row_X))
     given = *new, *pages, after, table_BN
     return page_tiles.attend(platform, *given, interpret=INTERPRET[platform])
 
@@ -122,6 +122,18 @@ def test_nodes_of_trees(platform, length, page_tokens):
         want = text.decoded(old + [length + n for n in path_to(node)])
         np.testing.assert_array_equal(found[x], want)
     assert not found[-1].any()
+
+
+def test_one_token_of_each_row(platform):
+    """As in a plain round, in which one row is idle."""
+    text = Text(platform, 256)
+    last = np.asarray([255, 0, 70, 199], np.int32)
+    row = np.asarray([0, 1, -1, 3], np.int32)
+    given = text.some(last), text.pages(list(range(256))), row, last, np.full(4, -1, np.int32)
+    found = attend(platform, *given, np.stack([text.table] * 4), num_paths=0, width=1)
+    for x in (0, 1, 3):
+        np.testing.assert_array_equal(found[x], text.decoded(list(range(last[x] + 1))))
+    assert not found[2].any()
 
 
 @pytest.mark.parametrize("length", LENGTHS[1::2])

@@ -137,6 +137,28 @@ def test_draws_recorded_values_and_the_trainer_share_their_bits(V, scheme):
         np.testing.assert_array_equal(given(few[0], drawn, few[1])[0], logprobs[:n])
 
 
+def test_given_tokens_have_the_same_bits_without_logits_if_nothing_is_cut():
+    rng = np.random.default_rng(6)
+    R, V = 64, 99
+    logits_RV = (3 * rng.standard_normal((R, V))).astype(np.float32)
+    tokens_R = rng.integers(0, V, R).astype(np.int32)
+    logits_RV[:9, 5] = -np.inf
+    tokens_R[:9] = 5
+    temperature_R = rng.choice([0.0, 0.7, 1.3], R).astype(np.float32)
+
+    @functools.partial(jax.jit, static_argnames="with_logits")
+    def given(logits_RV, tokens_R, temperature_R, with_logits):
+        processed_RV = sampling.processed_logits(logits_RV, temperature_R)
+        mass = sampling.masses(processed_RV)
+        raw_RV = logits_RV if with_logits else None
+        return sampling.given_log_probs(raw_RV, processed_RV, mass, tokens_R, temperature_R)
+
+    want, found = (given(logits_RV, tokens_R, temperature_R, some) for some in (True, False))
+    for one, other in zip(want, found, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert not found[1][:9].any() and found[1][9:].all()
+
+
 def test_gradient_of_log_probs_is_that_of_the_softmax():
     logits_RV = np.random.default_rng(5).standard_normal((3, 50)).astype(np.float32)
     tokens, (one, zero) = np.asarray([0, 7, 49]), (np.ones(3, np.float32), np.zeros(3, np.int32))

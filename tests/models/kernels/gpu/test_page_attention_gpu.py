@@ -13,6 +13,9 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from kernel_interpreters import finding_races, has_races
 from page_reference import arrays, assert_close, h, only_live, reference
 
+from reprise.models.attention import page_tiles
+from reprise.models.attention.attention import After
+from reprise.models.kernels.gpu import page_attention_gpu
 from reprise.models.kernels.gpu.page_attention_gpu import attend_pages, takes
 
 H100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "cuda")
@@ -43,6 +46,20 @@ def test_partial_softmaxes_are_those_of_float64(W, G, K, T, N, lengths):
     assert_close(found, wanted, TOLERANCE)
 
 
+def test_a_thread_block_may_compute_several_parts(monkeypatch):
+    """Three parts in two thread blocks, or one, have the bits that they have in three."""
+    monkeypatch.setattr(page_attention_gpu, "PART_TOKENS", 128)
+    q, k, v, table = arrays(1, 4, 1, 64, 6, jnp.bfloat16)
+    lengths = (384, 0, 200)
+    want, _ = simulate(q, k, v, table, lengths)
+    for blocks in (6, 3):
+        monkeypatch.setattr(page_attention_gpu, "MANY_BLOCKS", blocks)
+        found, races = simulate(q, k, v, table, lengths)
+        assert not races
+        for one, other in zip(want, found, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
 def test_numbers_behind_the_length_do_not_count():
     q, k, v, table = arrays(1, 4, 1, 64, 2, jnp.bfloat16)
     lengths = (70, 0, 128)
@@ -61,20 +78,48 @@ def test_a_page_of_another_slot_is_another_result():
     np.testing.assert_array_equal(other[0][2], whole[0][2])
 
 
+def of_shape(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def ints(*shapes):
+    return [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+
+
+def lowered(function, *args):
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H100)):
+        exported = jax.export.export(
+            jax.jit(lambda *args: function(*args)),
+            platforms=["cuda"],
+            disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")],
+        )
+        return exported(*args).mlir_module()
+
+
 @pytest.mark.parametrize(("T", "width"), [(128, h), (64, h), (128, 64)])
 def test_it_lowers_for_an_h100_and_two_blocks_fit_on_a_processor(T, width, monkeypatch):
     """Mosaic refuses kernels with more shared memory than the bound."""
     monkeypatch.setattr(mosaic_gpu, "_SMEM_SIZE_BOUND", HALF_OF_MEMORY)
-    args = [jax.ShapeDtypeStruct((6, 16, 8, width), jnp.bfloat16)]
-    args += [jax.ShapeDtypeStruct((99, 2, T, width), jnp.bfloat16)] * 2
-    args += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((6, 16), (6,))]
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H100)):
-        text = jax.export.export(
-            jax.jit(lambda *args: attend_pages(*args)),
-            platforms=["cuda"],
-            disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")],
-        )(*args).mlir_module()
-    assert "mosaic_gpu" in text
+    pages = [of_shape(99, 2, T, width)] * 2
+    given = of_shape(6, 16, 8, width), *pages, *ints((6, 16), (6,))
+    assert "mosaic_gpu" in lowered(attend_pages, *given)
+
+
+@pytest.mark.parametrize("num_paths", [0, 6])
+def test_kernels_of_rounds_lower_so_too(num_paths, monkeypatch):
+    """Of six slots; in one part, and in several."""
+    monkeypatch.setattr(mosaic_gpu, "_SMEM_SIZE_BOUND", HALF_OF_MEMORY)
+    X = 48 if num_paths else 6
+
+    def attend(q, k, v, keys, values, row, length, parent, table):
+        after = After(row, length, parent, num_paths, X // 6)
+        return page_tiles.attend("cuda", q, k, v, keys, values, after, table)
+
+    new = of_shape(X, 4, h), of_shape(X, 2, h), of_shape(X, 2, h)
+    pages = [of_shape(99, 2, 128, h)] * 2
+    for slot_pages in (4, 64):
+        given = *new, *pages, *ints((X,), (X,), (X,), (6, slot_pages))
+        assert "mosaic_gpu" in lowered(attend, *given)
 
 
 @pytest.mark.parametrize(
