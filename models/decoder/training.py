@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -76,6 +77,21 @@ def _added(tree: Any) -> Any:
         return _added_one(x.weight, x.total, x.mark) if isinstance(x, Adding) else x
 
     return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Adding))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def rounded_master(dtype: Any, rounded: jax.Array, master: jax.Array) -> jax.Array:
+    """Return `rounded`, the rounded master weights of `dtype`, which get its gradient.
+
+    So a loop over chunks rounds the weights once, and sums their gradient in float32.
+    """
+    return rounded
+
+
+rounded_master.defvjp(
+    lambda dtype, rounded, master: (rounded, None),
+    lambda dtype, _, gradient: (None, gradient.astype(dtype)),
+)
 
 
 def through_layers(

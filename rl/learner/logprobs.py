@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from reprise.models.config import Adapted, LowRank
 from reprise.models.decoder import transformer
+from reprise.models.decoder.training import rounded_master
 from reprise.models.decoder.transformer import Params
 from reprise.models.layout import RULES, logits_axes
 from reprise.models.sharding import constrain, replicated, sizes_in_use, ways_in_use, ways_outside
@@ -60,7 +61,7 @@ def logprobs_and_entropy(
         hidden_BCD, targets_BC, processing = x
         hidden_BCD = constrain(hidden_BCD, rows_axis, None, None)
         axes = rows_axis, vocab_axis
-        weights = jax.tree.map(partial(_gradient_to, head.embedding_VD.dtype), rounded, head)
+        weights = jax.tree.map(partial(rounded_master, head.embedding_VD.dtype), rounded, head)
         logits_BCV = transformer.head(recipe.model, weights, hidden_BCD, axes)
         logits_BCV = constrain(logits_BCV, rows_axis, None, vocab_axis)
         temperature_BC, top_k_BC, top_p_BC = processing.broadcast(targets_BC.shape)
@@ -80,21 +81,6 @@ def logprobs_and_entropy(
     rows = hidden_BTD, batch.targets_BT, batch.processing_BT
     logprobs_BT, entropy_BT = _map_chunks(chunk, rows, chunk_tokens)
     return at_responses(logprobs_BT, batch), at_responses(entropy_BT, batch)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gradient_to(dtype: Any, rounded: jax.Array, master: jax.Array) -> jax.Array:
-    """Return `rounded`, the rounded master weights of `dtype`, which get its gradient.
-
-    So a loop over chunks rounds the weights once, and sums their gradient in float32.
-    """
-    return rounded
-
-
-_gradient_to.defvjp(
-    lambda dtype, rounded, master: (rounded, None),
-    lambda dtype, _, gradient: (None, gradient.astype(dtype)),
-)
 
 
 def at_responses(x_BT: jax.Array, batch: MicroBatch) -> jax.Array:
