@@ -186,7 +186,9 @@ def test_numbers_of_others_that_are_not_finite_change_no_bit(cached, bad):
     trees = packed_nodes.trees(packed_nodes.Nodes(*map(jnp.asarray, packed[:3])), 3, max_nodes=12)
     chunks = Chunks(slot_T, length_B, np.zeros((3, C), np.int32))
 
-    def attended(k_XKh, v_XKh, keys, values):
+    def attended(*arrays):
+        # arrays of one kind, so that both calls run the same program
+        k_XKh, v_XKh, keys, values = map(jnp.asarray, arrays)
         held = cached(keys, values)
         of_chunks = [x.reshape(3, C, *x.shape[1:]) for x in (new[0], k_XKh, v_XKh)]
         return (

@@ -476,7 +476,7 @@ def test_reading_a_configuration_imports_no_framework():
 # answered with the nearest; whoever adds a field of text puts it here, or gives it a Literal.
 TEXTS = {
     *("Run.directory", "Policy.directory", "Drafter.directory", "DraftModel.directory"),
-    "DraftModel.directories",
+    *("DraftModel.directories", "Distill.teacher"),
     *("Ablation.directory", "Simulate.directory", "Simulate.trace", "SimulatedCluster.profile"),
     *("Task.specs", "Task.system_prompt", "Task.prompt_suffix", "Reward.functions"),
     *("Speculation.budget", "Reuse.mode", "Reuse.schedule", "Algorithm.correction"),
