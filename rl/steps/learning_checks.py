@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from reprise.rl.exchange.responses import failures_text
-from reprise.rl.losses.advantages import informative_groups
+from reprise.rl.losses.advantages import RewardPart, informative_groups
 from reprise.rl.records.trajectory import Trajectory
 from reprise.rl.rewards.scores import Score
 from reprise.rl.settings.config import TrainConfig
@@ -55,10 +55,12 @@ def missing_signal(
     trajectories: Sequence[Trajectory],
     group_ids: Sequence[int],
     used: np.ndarray,
+    parts: Sequence[RewardPart] = (),
 ) -> str | None:
     """Return why the rewards of a step teach nothing, with a remedy; None if they teach.
 
-    `group_ids` come from `compared_groups`; `used` marks the responses trained on.
+    `group_ids` come from `compared_groups`; `used` marks the responses trained on. `parts` of the
+    rewards are compared one by one, if there are any, instead of their sums.
     """
     algorithm = config.algorithm
     scored = [t for t in trajectories if t.reward is not None]
@@ -72,7 +74,11 @@ def missing_signal(
             "(does the data have answers?)"
         )
     rewards = [t.reward if use else None for t, use in zip(trajectories, used, strict=True)]
-    differ = informative_groups(rewards, group_ids)
+    differ = set[int]()
+    for part_values in [part.values for part in parts if part.weight] or [rewards]:
+        pairs = zip(rewards, part_values, strict=True)
+        compared = [None if reward is None else value for reward, value in pairs]
+        differ |= informative_groups(compared, group_ids)
     masked = [algorithm.mask_truncated and t.truncated for t in trajectories]
     triples = zip(rewards, group_ids, masked, strict=True)
     if any(r is not None and group in differ and not mask for r, group, mask in triples):

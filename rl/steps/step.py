@@ -63,10 +63,13 @@ def train_step(
     used = rollouts.used
     trajectories = without_failed_groups(rollouts.trajectories, rollouts.scores, group_ids)
     trajectories, penalties = punish_length(system.config, trajectories)
-    missing = missing_signal(system.config, trajectories, group_ids, used)
+    parts = list[RewardPart]()
+    if system.config.algorithm.resolved.advantages == "group_by_reward":
+        parts = reward_parts(system.config, rollouts.scores, trajectories)
+    missing = missing_signal(system.config, trajectories, group_ids, used, parts)
     with timings.section("update"):
         trajectories, kl = _subtract_kl(system, trajectories)
-        advantages, rewards = _advantages(system.config, rollouts, trajectories)
+        advantages, rewards = _advantages(system.config, rollouts, trajectories, parts)
         state, updates = trainer.update(
             state,
             [t for t, use in zip(trajectories, used, strict=True) if use],
@@ -146,7 +149,10 @@ def _subtract_kl(
 
 
 def _advantages(
-    config: TrainConfig, rollouts: Rollouts, trajectories: Sequence[Trajectory]
+    config: TrainConfig,
+    rollouts: Rollouts,
+    trajectories: Sequence[Trajectory],
+    parts: Sequence[RewardPart],
 ) -> tuple[np.ndarray, dict[str, float]]:
     """Return advantages, 0 for responses that are not trained on, and statistics of the rewards.
 
@@ -154,13 +160,12 @@ def _advantages(
     """
     algorithm = config.algorithm.resolved
     group_ids = [t.group_id for t in trajectories]
-    by_reward = algorithm.advantages == "group_by_reward"
     advantages = response_advantages(
         [t.reward for t in trajectories],
         group_ids,
         algorithm.advantages,
         algorithm.advantage_normalisation,
-        reward_parts(config, rollouts.scores, trajectories) if by_reward else (),
+        parts,
     )
     advantages[~rollouts.used] = 0
     return advantages, reward_statistics([s.total for s in rollouts.scores], group_ids)

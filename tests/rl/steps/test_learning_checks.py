@@ -10,6 +10,7 @@ from trajectories import trajectory
 
 from reprise.rl.exchange.responses import scored_rewards, without_failed_groups
 from reprise.rl.gin.loader import load
+from reprise.rl.losses.advantages import RewardPart
 from reprise.rl.records.trajectory import FinishReason
 from reprise.rl.rewards.scores import Score
 from reprise.rl.settings.config import TrainConfig
@@ -62,11 +63,11 @@ def test_a_failed_reward_counts_only_where_others_differ():
     assert [t.reward for t in kept] == [1, 1, 1, None, 1, 0.5, 1, 0]
 
 
-def missing(rewards, *overrides, used=None, **fields):
+def missing(rewards, *overrides, used=None, parts=(), **fields):
     some, _ = scored(rewards, **fields)
     one = config(*overrides)
     use = np.ones(len(some), bool) if used is None else np.array(used)
-    return missing_signal(one, some, compared_groups(one, some), use)
+    return missing_signal(one, some, compared_groups(one, some), use, parts)
 
 
 CUT = {"finish": FinishReason.LENGTH}
@@ -98,6 +99,19 @@ def test_rewards_that_differ_teach():
     assert missing([0.0, 1.0] * 2, **CUT) is None, "they are not masked"
     assert missing([0.0] * 4 + [1.0] * 4, "Algorithm.name='ppo'") is None
     assert missing([]) is None, "all groups continue"
+
+
+def test_parts_teach_where_their_sums_do_not_differ():
+    """As GDPO compares them: each part of a reward with the same part of the others."""
+    sums = [1.0] * 4
+    format_part = RewardPart(1.0, [1.0, 0.0, 1.0, 0.0])
+    answer_part = RewardPart(1.0, [0.0, 1.0, 0.0, 1.0])
+    assert missing(sums, parts=[format_part, answer_part]) is None
+    assert "all rewards are 1" in missing(sums)
+    unused = [RewardPart(0.0, format_part.values), RewardPart(1.0, sums)]
+    assert "all rewards are 1" in missing(sums, parts=unused), "a part without a weight is no part"
+    some_used = [True, False, True, False]  # those left have equal parts
+    assert missing(sums, parts=[format_part, answer_part], used=some_used) is not None
 
 
 def test_a_run_of_steps_is_warned_about_and_ended():
