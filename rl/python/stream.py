@@ -114,6 +114,7 @@ _Waiting = tuple[SampleRequest, OnFinish, OnTokens | None]
 @dataclasses.dataclass(eq=False)
 class _Running:
     request: SampleRequest
+    request_ids: list[int]  # of the engine, by sample index
     place: int
     group: int  # of its responses, for drafts
     on_finish: OnFinish
@@ -350,8 +351,14 @@ class Stream:
                 self._adapters = lora.put_adapter(self._adapters, adapter, at)
                 self._engine.use(self._params())
             group = self._history.begin(request.prompt_ids, request.n)
-            running = _Running(request, place, group, on_finish, on_tokens)
-            self._running[self._number] = running
+            self._running[self._number] = _Running(
+                request=request,
+                request_ids=request.ids(self._number),
+                place=place,
+                group=group,
+                on_finish=on_finish,
+                on_tokens=on_tokens,
+            )
             self._places.busy[place] += 1
             requests = request.requests(self._number, self._places.numbers[place], group)
             self._engine.add([PartialRequest(r) for r in requests])
@@ -377,10 +384,10 @@ class Stream:
 
     def _show(self) -> None:
         """Call `on_tokens` with the tokens since the last call."""
-        for number, running in self._running.items():
+        for running in self._running.values():
             if running.on_tokens is None:
                 continue
-            for i, request_id in enumerate(running.request.ids(number)):
+            for i, request_id in enumerate(running.request_ids):
                 shown = running.num_shown.get(i, 0)
                 tokens, logprobs = self._engine.rows.table.response(request_id, shown)
                 if len(tokens):
@@ -405,7 +412,7 @@ class Stream:
         request = running.request
         for _ in range(request.n - len(running.done)):
             self._leave_group(running.group, None)
-        self._engine.remove(request.ids(number))
+        self._engine.remove(running.request_ids)
         return running
 
     def _free(self, number: int) -> _Running:
