@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from reprise.models.attention.attention import After
 from reprise.models.kernels.gpu import page_attention_gpu
 from reprise.models.kernels.gpu.hopper import ROWS
-from reprise.models.kernels.gpu.page_attention_gpu import SLICE
+from reprise.models.kernels.gpu.page_blocks import SLICE
 from reprise.models.kernels.shared.page_reads import Paths, Reads
 from reprise.models.kernels.tpu import page_attention_tpu
 from reprise.models.kernels.tpu.softmax_tpu import KEYS

@@ -19,7 +19,7 @@ from reprise.models import config, sharding
 from reprise.models.attention import cached_attention, page_tiles
 from reprise.models.config import MeshConfig, ModelConfig
 from reprise.models.decoder import layers, row_attention, transformer
-from reprise.models.kernels.gpu import hopper, page_attention_gpu, row_attention_gpu
+from reprise.models.kernels.gpu import hopper, page_blocks, row_attention_gpu
 from reprise.models.kernels.tpu import (
     page_attention_tpu,
     products_tpu,
@@ -76,7 +76,7 @@ def hopper_in_use():
             patch.setattr(module, "platform_in_use", lambda: "cuda")
         for module in (layers, row_attention):
             patch.setattr(module, "sums_in_order_on_accelerators", lambda: True)
-        for module in (page_attention_gpu, row_attention_gpu):
+        for module in (page_blocks, row_attention_gpu):
             patch.setattr(module, "PART_TOKENS", hopper.ROWS)
         for module, name in ((page_tiles, "attend"), (row_attention_gpu, "forward")):
             kernel = functools.partial(getattr(module, name), interpret=interpret)

@@ -14,7 +14,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from reprise.models.attention import page_tiles
 from reprise.models.attention.attention import After
 from reprise.models.decoder.layers import sum_in_order
-from reprise.models.kernels.gpu import hopper, page_attention_gpu, row_attention_gpu
+from reprise.models.kernels.gpu import hopper, page_blocks, row_attention_gpu
 from reprise.models.kernels.tpu import row_attention_tpu, softmax_tpu
 
 K, G, h = 2, 3, 128
@@ -47,7 +47,7 @@ def platform(request):
     with pytest.MonkeyPatch.context() as patch:
         for softmax in (hopper.Softmax, softmax_tpu.Softmax, softmax_tpu.KeysFirst):
             patch.setattr(softmax, "attention", last_byte(softmax.attention))
-        for module in (page_attention_gpu, row_attention_gpu):
+        for module in (page_blocks, row_attention_gpu):
             patch.setattr(module, "PART_TOKENS", 2 * hopper.ROWS)
         patch.setattr(softmax_tpu, "product", product)
         jax.clear_caches()

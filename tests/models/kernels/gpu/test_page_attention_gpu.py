@@ -15,7 +15,7 @@ from page_reference import arrays, assert_close, h, only_live, reference
 
 from reprise.models.attention import page_tiles
 from reprise.models.attention.attention import After
-from reprise.models.kernels.gpu import page_attention_gpu
+from reprise.models.kernels.gpu import page_attention_gpu, page_blocks
 from reprise.models.kernels.gpu.page_attention_gpu import attend_pages, takes
 
 H100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "cuda")
@@ -48,7 +48,7 @@ def test_partial_softmaxes_are_those_of_float64(W, G, K, T, N, lengths):
 
 def test_a_thread_block_may_compute_several_parts(monkeypatch):
     """Three parts in two thread blocks, or one, have the bits that they have in three."""
-    monkeypatch.setattr(page_attention_gpu, "PART_TOKENS", 128)
+    monkeypatch.setattr(page_blocks, "PART_TOKENS", 128)
     q, k, v, table = arrays(1, 4, 1, 64, 6, jnp.bfloat16)
     lengths = (384, 0, 200)
     want, _ = simulate(q, k, v, table, lengths)
