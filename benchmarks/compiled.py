@@ -56,10 +56,18 @@ QWEN3 = ModelConfig(
 QWEN2 = ModelConfig(
     *("qwen2", 152064, 3584, 28, 28, 4, 128, 18944), qkv_bias=True, max_positions=32768
 )
-QWEN3_0_6B = ModelConfig(
-    *("qwen3", 151936, 1024, 28, 16, 8, 128, 3072),
+QWEN3_0_6B = ModelConfig(  # as published
+    architecture="qwen3",
+    vocab_size=151936,
+    d_model=1024,
+    num_layers=28,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    d_ff=3072,
     qk_norm=True,
     tied_embeddings=True,
+    rope_theta=1e6,
     max_positions=40960,
 )
 ONE_GPU = "h100:1x1x1"

@@ -31,13 +31,20 @@ REMATS = ("layer", "dots")  # each a row of the plan
 
 def random_responses(size: Size) -> list[Trajectory]:
     """Return random responses; a group of `GROUP` fills a row."""
-    rng, P, V = np.random.default_rng(0), size.row_tokens // 16, size.model.vocab_size
+    rng = np.random.default_rng(0)
+    P = size.row_tokens // 16
+    V = size.model.vocab_size
     n = (size.row_tokens - P + 1) // GROUP
-    logprobs, zeros_T = np.full(n, -np.log(V), np.float32), np.zeros(n, np.int32)
+    logprobs = np.full(n, -np.log(V), np.float32)
+    zeros_T = np.zeros(n, np.int32)
     prompts_GP = rng.integers(0, V, (size.train_rows, P)).astype(np.int32)
     return [
         Trajectory(
-            *(g * GROUP + i, g, i, prompt_P, rng.integers(0, V, n).astype(np.int32)),
+            request_id=g * GROUP + i,
+            group_id=g,
+            sample_index=i,
+            prompt_ids=prompt_P,
+            response_ids=rng.integers(0, V, n).astype(np.int32),
             logprobs=logprobs,
             policy_versions=zeros_T,
             origins=zeros_T.astype(np.uint8),
@@ -57,8 +64,11 @@ def operations(size: Size, prompt_tokens: int, response_tokens: int) -> tuple[in
 
     The head counts for response tokens only. A pair is a position and one that it attends to.
     """
-    model, p, n = size.model, prompt_tokens - 1, response_tokens
-    head, positions = model.vocab_size * model.d_model, size.train_rows * (p + GROUP * n)
+    model = size.model
+    p = prompt_tokens - 1
+    n = response_tokens
+    head = model.vocab_size * model.d_model
+    positions = size.train_rows * (p + GROUP * n)
     pairs = size.train_rows * (p * (p + 1) / 2 + GROUP * (n * p + n * (n + 1) / 2))
     products = (num_weights(model) - head) * positions + head * size.train_rows * GROUP * n
     width = model.num_heads * model.head_dim
@@ -67,11 +77,15 @@ def operations(size: Size, prompt_tokens: int, response_tokens: int) -> tuple[in
 
 def step(size: Size, remat: str, log: Log) -> Iterator[Figures]:
     """A gradient step that keeps the inputs of layers only, or the outputs of products."""
-    done, device = random_responses(size), accelerator()
+    done = random_responses(size)
+    device = accelerator()
     advantages = np.array([1.0 if t.sample_index % 2 else -1.0 for t in done], np.float32)
-    settings: Any = {"compute_dtype": size.dtype, "remat": remat}
-    settings["micro_batch_tokens"] = size.row_tokens * size.train_rows
-    recipe = TrainSpec(size.model, trainer=TrainerConfig(**settings))
+    settings = TrainerConfig(
+        compute_dtype=size.dtype,
+        remat=remat,
+        micro_batch_tokens=size.row_tokens * size.train_rows,
+    )
+    recipe = TrainSpec(size.model, trainer=settings)
     learner = trainer.Learner(
         recipe, trainer.batch_shape(recipe, size.row_tokens), SamplingConfig()
     )

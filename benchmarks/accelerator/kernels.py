@@ -24,7 +24,8 @@ KERNEL = "mosaic_gpu", "tpu_custom_call"  # names of kernels of ours in a lowere
 def attend_pages(q_BWHh: jax.Array, *cache: jax.Array, how: str) -> jax.Array:
     """Attention of nodes to their slots' pages, float32 [B, W, H, h]."""
     attend = page_attention._portable if how == "portable" else page_attention.attend_pages
-    sums = attend(q_BWHh, *cache, for_cpu=False)
+    keys_PKTh, values_PKTh, table_BN, length_B = cache
+    sums = attend(q_BWHh, keys_PKTh, values_PKTh, table_BN, length_B, for_cpu=False)
     return sums.out / sums.total
 
 
@@ -57,7 +58,9 @@ def attend_rows(
 
 def of_pages(size: Size, log: Log) -> Iterator[Figures]:
     """Attention of nodes to pages, against keys and values read once."""
-    B, T, device = size.slots, size.page_tokens, accelerator()
+    B = size.slots
+    T = size.page_tokens
+    device = accelerator()
     query_heads, kv_heads, h = size.heads
     for live in size.live_positions:
         N = -(-live // T)
@@ -111,7 +114,9 @@ def compared(
     floor_s: float | None,
 ) -> Iterator[Figures]:
     """Compile, run and time the ways to attend; one that fails costs its own row only."""
-    has_kernel, calls, outputs = {}, {}, {}
+    has_kernel = dict[str, bool]()
+    calls = dict[str, Callable[[], float]]()
+    outputs = dict[str, list[jax.Array]]()
     log.phase("compile")
     for how in dict.fromkeys(("ours", "portable", baseline)):
         try:

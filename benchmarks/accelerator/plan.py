@@ -47,13 +47,13 @@ def measures(size_name: str, folder: Path, torch_python: str) -> Measures:
     size = SIZES[size_name]
     steps = Steps(size, folder)
     first, second = size.live_positions
-    others = size, steps, torch_python
+    beside = partial(rollouts.beside, size=size, steps=steps, python=torch_python)
     return {
         "training: plain": partial(steps.run, "plain"),
         "training: drafts": partial(steps.run, "drafts"),
         "rounds: first": partial(rounds.rounds, size, first),
-        "rollouts: transformers": partial(rollouts.beside, "transformers", *others),
-        "rollouts: vllm": partial(rollouts.beside, "vllm", *others),
+        "rollouts: transformers": partial(beside, "transformers"),
+        "rollouts: vllm": partial(beside, "vllm"),
         "rounds: second": partial(rounds.rounds, size, second),
         "gradient: layer": partial(gradient.step, size, "layer"),
         "gradient: dots": partial(gradient.step, size, "dots"),

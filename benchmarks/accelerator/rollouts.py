@@ -37,7 +37,7 @@ def _check(package: str, python: str, *, on_gpu: bool) -> None:
         raise NotRun((done.stderr.splitlines() or ["it fails"])[-1])
 
 
-def beside(name: str, size: Size, steps: Steps, python: str, log: Log) -> Iterator[Figures]:
+def beside(name: str, log: Log, *, size: Size, steps: Steps, python: str) -> Iterator[Figures]:
     """Yield our speed, then that of each variant of the other sampler and its ratio to ours."""
     log.phase(f"look for {name}")
     _check(name, python, on_gpu=jax.default_backend() != "cpu")

@@ -12,21 +12,26 @@ import jax
 import numpy as np
 
 from benchmarks.accelerator.budget import Figures, Log
+from benchmarks.compiled import QWEN3_0_6B
 from benchmarks.turns import in_turns
 from reprise.models.config import ModelConfig, leaves, param_specs
 from reprise.models.decoder import transformer
 from reprise.rl.slots.config import EngineConfig
 from reprise.sched.simulator.roofline import ACCELERATORS, Accelerator
 
-_OPTIONS: Any = {"qk_norm": True, "tied_embeddings": True}
-# Qwen3-0.6B's published configuration; the weights are random
-QWEN3_0_6B = ModelConfig(
-    *("qwen3", 151936, 1024, 28, 16, 8, 128, 3072),
-    rope_theta=1e6,
-    max_positions=40960,
-    **_OPTIONS,
+TINY_POLICY = ModelConfig(
+    architecture="qwen3",
+    vocab_size=64,
+    d_model=32,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    d_ff=64,
+    max_positions=512,
+    qk_norm=True,
+    tied_embeddings=True,
 )
-TINY_POLICY = ModelConfig(*("qwen3", 64, 32, 1, 2, 1, 16, 64), max_positions=512, **_OPTIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +61,7 @@ class Size:
     """The sizes of all rows; a gradient step has `train_rows` of `row_tokens`."""
 
     name: str = "real"
-    model: ModelConfig = QWEN3_0_6B
+    model: ModelConfig = QWEN3_0_6B  # with random weights
     dtype: str = "bfloat16"
     grown: Grown = Grown()
     slots: int = 64

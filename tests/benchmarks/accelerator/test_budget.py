@@ -1,5 +1,6 @@
 """Budgets of seconds, with rows that compute nothing: what is on disk after any end."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from benchmarks.accelerator.budget import Log, Record, Row
 ENDLESS_S = 1e6
 # A worker whose rows are the functions of `ROWS`, by name.
 SCRIPT = """
-import os, sys, time
+import json, os, sys, time
 from pathlib import Path
 from benchmarks.accelerator import budget
 
@@ -51,14 +52,14 @@ def steps(log):
 
 budget.end_with_parent()
 names, path, flags, ends_at_s = sys.argv[1:]
-rows = [budget.Row(*row) for row in eval(names)]
+rows = [budget.Row(**row) for row in json.loads(names)]
 measures = {row.name: globals()[row.name.split()[0]] for row in rows}
 budget.work(rows, measures, budget.Record.read(Path(path)), flags, float(ends_at_s))
 """
 
 
 def command(path, rows, flags, ends_at_s):
-    names = repr([(row.name, row.expected_s, row.flags) for row in rows])
+    names = json.dumps([dataclasses.asdict(row) for row in rows])
     return [sys.executable, "-c", SCRIPT, names, str(path), flags, str(ends_at_s)]
 
 
