@@ -190,7 +190,7 @@ def first_run(state: TrainState, learner: Learner) -> TrainState:
 def _scored(
     trained: Params, learner: Learner, cast: Callable[[Params, Any], Params]
 ) -> list[tuple[Any, TrainSpec]]:
-    """Return what scores samples: the policy before the updates, the reference, the teacher."""
+    """Return the policies that score samples: before the updates, the reference, the teacher."""
     recipe = learner.recipe
     base = learner.base
     policies = list[tuple[Any, TrainSpec]]()
