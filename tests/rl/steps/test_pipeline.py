@@ -207,8 +207,8 @@ def test_what_goes_on_in_the_next_step_carries_its_versions(tiny, tmp_path, defe
     seen = []
     train_step = run_step._advantages
 
-    def spy(config, rollouts, trajectories):
-        advantages, metrics = train_step(config, rollouts, trajectories)
+    def spy(config, rollouts, trajectories, parts):
+        advantages, metrics = train_step(config, rollouts, trajectories, parts)
         seen.append((rollouts, advantages))
         return advantages, metrics
 
