@@ -139,7 +139,8 @@ class Pages:
         platform = is_in_order(q_BNHh.dtype, self.values_PKTh, for_cpu=self.for_cpu)
         is_one_kernel = platform in (None, "tpu")  # TPUs have one kernel for both
         if self.for_cpu or q_BNHh.shape[1] > 1 or not is_one_kernel:
-            return self._append_window(q_BNHh, k_BNKh, v_BNKh, start_B)
+            layer = self._put_window(k_BNKh, v_BNKh, start_B)
+            return layer, layer.attend_window(q_BNHh, k_BNKh, v_BNKh, start_B)
         assert not self.anywhere, "slots are written on their own part of a mesh"
         split = Split.of_cache(self.values_PKTh)
         pages = split.spec(batch=0, heads=1)
@@ -163,21 +164,28 @@ class Pages:
         )
         return dataclasses.replace(self, keys_PKTh=pin(keys), values_PKTh=pin(values)), out
 
-    def _append_window(
+    def _put_window(self, k_BNKh: jax.Array, v_BNKh: jax.Array, start_B: jax.Array) -> Pages:
+        B, N = k_BNKh.shape[:2]
+        row_X, position_X = places_of_windows(start_B, N)
+        page_X, offset_X = place_of(self.table_BN, row_X, position_X, self.values_PKTh)
+        k_XKh, v_XKh = (x.reshape(B * N, *x.shape[2:]) for x in (k_BNKh, v_BNKh))
+        keys = put_entries(self.keys_PKTh, k_XKh, page_X, offset_X, key_kind(self.for_cpu))
+        values = put_entries(self.values_PKTh, v_XKh, page_X, offset_X, VALUES)
+        return dataclasses.replace(self, keys_PKTh=keys, values_PKTh=values)
+
+    def attend_window(
         self, q_BNHh: jax.Array, k_BNKh: jax.Array, v_BNKh: jax.Array, start_B: jax.Array
-    ) -> tuple[Pages, jax.Array]:
+    ) -> jax.Array:
+        """Attend from N nodes of each slot, written from `start` on, up to themselves."""
         B, N = q_BNHh.shape[:2]
         dtype = self.values_PKTh.dtype
         row_X, position_X = places_of_windows(start_B, N)
-        page_X, offset_X = place_of(self.table_BN, row_X, position_X, self.values_PKTh)
+        page_X, _ = place_of(self.table_BN, row_X, position_X, self.values_PKTh)
         q_XHh, k_XKh, v_XKh = (x.reshape(B * N, *x.shape[2:]) for x in (q_BNHh, k_BNKh, v_BNKh))
-        keys = put_entries(self.keys_PKTh, k_XKh, page_X, offset_X, key_kind(self.for_cpu))
-        values = put_entries(self.values_PKTh, v_XKh, page_X, offset_X, VALUES)
-        layer = dataclasses.replace(self, keys_PKTh=keys, values_PKTh=values)
-        is_there_B = page_X.reshape(B, N)[:, 0] < len(keys)
+        is_there_B = page_X.reshape(B, N)[:, 0] < len(self.keys_PKTh)
 
         def portable() -> jax.Array:
-            of_prefix = layer.of_prefix(q_BNHh, jnp.where(is_there_B, start_B, 0))
+            of_prefix = self.of_prefix(q_BNHh, jnp.where(is_there_B, start_B, 0))
             k_BKhN = k_BNKh.transpose(0, 2, 3, 1)
             v_BKNh = v_BNKh.transpose(0, 2, 1, 3)
             causal_BNN = jnp.broadcast_to(causal_mask(N), (B, N, N))
@@ -188,8 +196,8 @@ class Pages:
         parent_X = jnp.where(x_X % N == 0, -1, x_X - 1)
         own_X = jnp.where(is_there_B[row_X], row_X, -1)
         after = After(own_X, start_B[row_X], parent_X, width=N)
-        out_XHh = layer.of_new(q_XHh, k_XKh, v_XKh, after, portable)
-        return layer, out_XHh.reshape(q_BNHh.shape)
+        out_XHh = self.of_new(q_XHh, k_XKh, v_XKh, after, portable)
+        return out_XHh.reshape(q_BNHh.shape)
 
 
 @struct.dataclass

@@ -32,7 +32,6 @@ from reprise.models.attention.attention import (
     attend_chunks,
     attend_nodes,
     causal_mask,
-    finite_values,
     packed_mask,
 )
 from reprise.models.attention.entries import Entries
@@ -46,15 +45,14 @@ from reprise.models.config import (
     ParamSpec,
     param_specs,
 )
+from reprise.models.decoder.heads import Projections
 from reprise.models.decoder.layers import (
     PRODUCT_AXES,
     dense,
     feed_forward,
     linear,
-    mean_square,
+    rms_norm,
     rope_turns,
-    rotate,
-    scaled,
 )
 from reprise.models.decoder.row_attention import attend_rows, is_faster
 from reprise.models.decoder.training import through_layers
@@ -82,13 +80,6 @@ def init_from(specs: Any, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Any
     return tree.unflatten([one(spec, k) for spec, k in zip(leaves, keys, strict=True)])
 
 
-def rms_norm(x_D: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
-    """Return x / √(mean(x²) + eps) · weight over the last axis, computed in float32; [..., D]."""
-    x = x_D.astype(jnp.float32)
-    x = x * jax.lax.rsqrt(mean_square(x_D) + eps)
-    return scaled(x, weight_D.astype(jnp.float32)).astype(x_D.dtype)
-
-
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -100,10 +91,22 @@ def block(
     look: Attend,
     input_BTE: jax.Array | None = None,
 ) -> jax.Array:
-    """Apply one decoder layer to x with the attention `look`; [B, T, D].
+    """Apply one decoder layer to x with `look`, an attention of queries, keys and values.
 
-    Queries, keys and values are projected from `input_BTE`, by default the normed x.
+    They are projected from `input_BTE`, by default the normed x. Returns [B, T, D].
     """
+    return block_of(config, layer, x_BTD, rope, lambda new: look(*new.turned()), input_BTE)
+
+
+def block_of(
+    config: ModelConfig,
+    layer: Layer,
+    x_BTD: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    look: Callable[[Projections], jax.Array],
+    input_BTE: jax.Array | None = None,
+) -> jax.Array:
+    """Compute `block` with an attention that norms and rotates by itself."""
     B, T, _ = x_BTD.shape
     y = input_BTE
     if y is None:
@@ -117,10 +120,8 @@ def block(
     q_BTHh = q.reshape(B, T, config.num_heads, config.head_dim)
     k_BTKh = k.reshape(B, T, config.num_kv_heads, config.head_dim)
     v_BTKh = v.reshape(B, T, config.num_kv_heads, config.head_dim)
-    if config.qk_norm:
-        q_BTHh = rms_norm(q_BTHh, layer.query_norm_h, config.norm_eps)
-        k_BTKh = rms_norm(k_BTKh, layer.key_norm_h, config.norm_eps)
-    out_BTHh = look(rotate(q_BTHh, *rope), rotate(k_BTKh, *rope), v_BTKh)
+    norms = (layer.query_norm_h, layer.key_norm_h) if config.qk_norm else ()
+    out_BTHh = look(Projections(q_BTHh, k_BTKh, v_BTKh, norms, config.norm_eps, *rope))
     out_BTD = linear(out_BTHh.reshape(B, T, -1), layer.output_DQ)
     x_BTD = constrain(x_BTD + out_BTD, "batch", None, None)
     y = rms_norm(x_BTD, layer.mlp_norm_D, config.norm_eps)
@@ -320,8 +321,13 @@ def _cached_layer(
     seen = []
     B = len(start_B)
 
-    def look(q_XNHh: jax.Array, k_XNKh: jax.Array, v_XNKh: jax.Array) -> jax.Array:
-        k_XNKh, v_XNKh = finite_values(k_XNKh, v_XNKh)
+    def look(new: Projections) -> jax.Array:
+        if chunks is None and (appended := new.appended(cached, start_B)) is not None:
+            q_BNHh, held = appended
+            _, k_BNKh, v_BNKh = new.turned()  # the kernel of attention reads the pages
+            seen.append((held, (k_BNKh[B:, 0], v_BNKh[B:, 0])))
+            return held.attend_window(q_BNHh, k_BNKh, v_BNKh, start_B)
+        q_XNHh, k_XNKh, v_XNKh = new.of_round()
         held, out_BNHh = cached.append_and_attend(q_XNHh[:B], k_XNKh[:B], v_XNKh[:B], start_B)
         seen.append((held, (k_XNKh[B:, 0], v_XNKh[B:, 0])))
         if chunks is None:
@@ -330,7 +336,7 @@ def _cached_layer(
         out_X1Hh = _look_of_chunks(q_XHh, k_XKh, v_XKh, held, chunks)
         return jnp.concatenate([out_BNHh, out_X1Hh])
 
-    x_XND = block(config, layer, x_XND, rope, look)
+    x_XND = block_of(config, layer, x_XND, rope, look)
     return x_XND, *seen[0]
 
 
@@ -360,9 +366,8 @@ def _nodes_layer(
     entries = []
     M = len(x_X1D) - (0 if chunks is None else chunks.tokens_TC.size)
 
-    def look(q_X1Hh: jax.Array, k_X1Kh: jax.Array, v_X1Kh: jax.Array) -> jax.Array:
-        q_XHh = q_X1Hh[:, 0]
-        k_XKh, v_XKh = finite_values(k_X1Kh[:, 0], v_X1Kh[:, 0])
+    def look(new: Projections) -> jax.Array:
+        q_XHh, k_XKh, v_XKh = (x[:, 0] for x in new.of_round())
         entries.append((k_XKh, v_XKh))
         out = []
         if M:
@@ -373,7 +378,7 @@ def _nodes_layer(
             out.append(_look_of_chunks(q_XHh[M:], k_XKh[M:], v_XKh[M:], cached, chunks))
         return jnp.concatenate(out)
 
-    x_X1D = block(config, layer, x_X1D, rope, look)
+    x_X1D = block_of(config, layer, x_X1D, rope, look)
     return x_X1D, *entries[0]
 
 

@@ -1,7 +1,8 @@
 """The kernel of an operation on a platform, or the reason why there is none.
 
-Operations are "page_attention" (of new tokens, over a cache), "row_attention" (of training rows)
-and "products" (with weights). Each platform has a room, with a module for each operation.
+Operations are "page_attention" (of new tokens, over a cache), "row_attention" (of training rows),
+"products" (with weights) and "heads" (norms, rotary positions and cache writes of new tokens). Each
+platform has a room, with a module for each operation.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ import importlib
 from types import ModuleType
 from typing import Any, Literal
 
-Operation = Literal["page_attention", "row_attention", "products"]
+Operation = Literal["page_attention", "row_attention", "products", "heads"]
 ROOMS = {"cpu": "cpu", "tpu": "tpu", "cuda": "gpu"}
-NO_KERNEL = {("products", "cuda")}  # XLA products, of one tile shape
+NO_KERNEL = {
+    ("products", "cuda"),  # XLA products, of one tile shape
+    ("heads", "cpu"),
+    ("heads", "tpu"),
+}
 
 
 def find(operation: Operation, platform: str, *sizes: Any) -> ModuleType | str:
