@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from reprise.models.text import tool_calls
 from reprise.models.text.tokenizer import Tokenizer
 from reprise.rl.endpoint.bodies import Wanted
 
 STOP = "stop"
 LENGTH = "length"
+TOOL_CALLS = "tool_calls"
 DONE = b"data: [DONE]\n\n"
 NO_LOGPROB = -9999.0  # of a prompt token that the policy cannot draw: JSON has no infinity
 UNFINISHED = "\ufffd"  # a decoder's text for bytes that are no whole character
@@ -58,12 +60,14 @@ class Writer:
     def _choice(self, choice: Choice) -> Json:
         ids = choice.token_ids
         text = self._tails[choice.index].add(ids, is_last=True)
-        message = {"role": "assistant", "content": text}
+        text, calls, finish = self._with_calls(choice, text)
+        message = {"role": "assistant", "content": text or None if calls else text}
+        message |= {"tool_calls": calls} if calls else {}
         return {
             "index": choice.index,
             **({"message": message} if self._is_chat else {"text": text}),
             "logprobs": self._logprobs(ids, choice.logprobs, 0),
-            "finish_reason": choice.finish,
+            "finish_reason": finish,
             **self._ids(ids),
         }
 
@@ -73,20 +77,45 @@ class Writer:
         tail = self._tails[choice.index]
         num_characters = tail.num_characters
         text = tail.add(ids, is_last=choice.finish is not None)
+        text, calls, finish = self._with_calls(choice, text)
         is_first = not any(self._has_started)
-        delta = {} if self._has_started[choice.index] else {"role": "assistant"}
+        delta: Json = {} if self._has_started[choice.index] else {"role": "assistant"}
         self._has_started[choice.index] = True
+        delta |= {"content": text}
+        if calls:
+            delta |= {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}
         shown = {
             "index": choice.index,
-            **({"delta": delta | {"content": text}} if self._is_chat else {"text": text}),
+            **({"delta": delta} if self._is_chat else {"text": text}),
             "logprobs": self._logprobs(ids, choice.logprobs[first:], num_characters),
-            "finish_reason": choice.finish,
+            "finish_reason": finish,
             **self._ids(ids),
         }
         content = self._event([shown], version)
         if is_first:
             content |= self._prompt_ids()
         return as_event(content)
+
+    def _with_calls(self, choice: Choice, text: str) -> tuple[str, list[Json], str | None]:
+        """Return the text, the calls of tools of a complete choice, and why it has ended.
+
+        If a call cannot be read, all calls are text.
+        """
+        held = self._tails[choice.index].calls
+        if choice.finish is None or not held:
+            return text, [], choice.finish
+        calls = tool_calls.read_calls(held)
+        if any(call.error is not None for call in calls):
+            return text + held, [], choice.finish
+        shown = [
+            {
+                "id": f"call-{self._wanted.name}-{choice.index}-{i}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+            }
+            for i, call in enumerate(calls)
+        ]
+        return text, shown, TOOL_CALLS if choice.finish == STOP else choice.finish
 
     def last_event(self, choices: Sequence[Choice], version: int) -> bytes:
         """Return the event with the numbers of tokens."""
@@ -148,7 +177,7 @@ class _Tail:
 
     Text that may be the start of a stop string, or of a character, waits for more tokens. The text
     is decoded from the first token of the last piece, since the text of a token may depend on the
-    token before.
+    token before. With tools, `calls` is the text from the first call on, which `add` leaves out.
     """
 
     def __init__(self, wanted: Wanted, tokenizer: Tokenizer) -> None:
@@ -159,6 +188,9 @@ class _Tail:
         self._begin = self._end = 0  # tokens of the last piece
         self._held = ""
         self._has_stopped = False
+        self._marks = (*wanted.stops, *([tool_calls.START] if wanted.has_tools else []))
+        self._has_tools = wanted.has_tools
+        self.calls = ""
         self.num_characters = 0
 
     def add(self, ids: Sequence[int], *, is_last: bool) -> str:
@@ -181,8 +213,14 @@ class _Tail:
             self._has_stopped = True
             text = text[: min(cuts)]
         elif not is_last:
-            text = text[: len(text) - _started(text, self._stops)]
+            text = text[: len(text) - _started(text, self._marks)]
         self._held = self._held[len(text) :]
+        if self.calls:
+            self.calls += text
+            text = ""
+        elif self._has_tools:
+            text, start, rest = text.partition(tool_calls.START)
+            self.calls = start + rest
         self.num_characters += len(text)
         return text
 

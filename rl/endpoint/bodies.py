@@ -90,6 +90,7 @@ class Wanted:
     names_ids: bool = False
     streams: bool = False
     shows_usage: bool = True
+    has_tools: bool = False  # responses may have calls
     stop_ids: frozenset[int] = frozenset()  # of the body
     stops: tuple[str, ...] = ()  # of the body
 
@@ -140,9 +141,10 @@ def chat(body: Mapping[str, Any], max_tokens: int, tokenizer: Tokenizer) -> Want
     """Return the request of a body with messages; ValueError. The chat template is rendered."""
     body = _read(body, CHAT)
     messages = _messages(field(body, "messages", list))
+    tools = _tools(body)
     prompt = tokenizer.apply_chat_template(
         messages,
-        tools=_tools(body),
+        tools=tools,
         **field(body, "chat_template_kwargs", dict, {}),
     )
     logprobs = field(body, "logprobs", bool, False)
@@ -154,6 +156,7 @@ def chat(body: Mapping[str, Any], max_tokens: int, tokenizer: Tokenizer) -> Want
         prompts=prompts,
         logprobs=logprobs,
         top_logprobs=bool(top),
+        has_tools=bool(tools),
         **_openai(body, "chatcmpl"),
         **_sampling(body, prompts, max_tokens),
     )

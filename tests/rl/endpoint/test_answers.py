@@ -91,6 +91,64 @@ def test_names_of_tokens_are_ids_if_asked():
     assert found["content"][0]["token"] == "token_id:97" and found["content"][0]["bytes"] == [97]
 
 
+CALL = '<tool_call>{"name": "add", "arguments": {"a": "é"}}</tool_call>'
+
+
+def chat_of(one, text, cuts, finish="stop"):
+    """Return the message and the finish of a stream with these cuts, and of a whole answer."""
+    ids = [*text.encode(), END]
+    logprobs = [-0.5] * len(ids)
+    whole = Writer(one, "m", Words(), is_chat=True)
+    choice = whole.whole([Choice(0, ids, logprobs, finish)], 3)["choices"][0]
+    writer = Writer(one, "m", Words(), is_chat=True)
+    message = {"role": None, "content": ""}
+    first = 0
+    for end in [*sorted({x % len(ids) for x in cuts} - {0}), len(ids)]:
+        last = finish if end == len(ids) else None
+        event = writer.event(Choice(0, ids[:end], logprobs[:end], last), first, 3)
+        [shown] = json.loads(event.removeprefix(b"data: "))["choices"]
+        delta = shown["delta"]
+        message["role"] = message["role"] or delta["role"]
+        message["content"] += delta["content"]
+        if calls := delta.get("tool_calls"):
+            assert [call.pop("index") for call in calls] == [*range(len(calls))]
+            message["tool_calls"] = calls
+        first = end
+    return (message, shown["finish_reason"]), (choice["message"], choice["finish_reason"])
+
+
+@given(
+    pieces=st.lists(st.sampled_from(["a", "é", "<tool_call>", "<to", CALL, "]", "{"]), max_size=6),
+    cuts=st.lists(st.integers(0, 400), max_size=8),
+    has_tools=st.booleans(),
+    stops=st.sampled_from([(), ("]",), ("<tool_call>",)]),
+)
+def test_calls_of_a_stream_are_those_of_the_whole_answer(pieces, cuts, has_tools, stops):
+    """Every character before the first call is content; a call that cannot be read is content."""
+    text = "".join(pieces)
+    one = asked(has_tools=has_tools, stops=stops)
+    (message, finish), (whole, whole_finish) = chat_of(one, text, cuts)
+    message["content"] = (
+        message["content"] or None if "tool_calls" in message else message["content"]
+    )
+    assert (message, finish) == (whole, whole_finish)
+    shown = text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+    if "tool_calls" in message:
+        assert has_tools and finish == "tool_calls"
+        assert shown.partition("<tool_call>")[0] == (message["content"] or "")
+    else:
+        assert message["content"] == shown and finish == "stop"
+
+
+def test_calls_of_tools_are_read():
+    (message, finish), _ = chat_of(asked(has_tools=True), f"I add. {CALL}\n{CALL}", [3, 9, 20])
+    assert message["content"] == "I add. " and finish == "tool_calls"
+    assert [call["id"] for call in message["tool_calls"]] == ["call-a-0-0", "call-a-0-1"]
+    function = message["tool_calls"][0]["function"]
+    assert function["name"] == "add" and json.loads(function["arguments"]) == {"a": "é"}
+    assert chat_of(asked(has_tools=True), CALL, [], "length")[0][1] == "length"
+
+
 @pytest.mark.parametrize("logprob", [-2.0, -float("inf")])
 def test_prompt_logprobs_are_numbers_of_json(logprob):
     choice = Choice(0, [7], [-1.0], "length")

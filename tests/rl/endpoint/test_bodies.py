@@ -100,7 +100,8 @@ def test_messages_are_given_to_the_template():
         {"role": "user", "content": "c"},
     ]
     assert words.given.tools == [tool] and words.given.variables == kwargs
-    chat(words, tools=[tool], tool_choice="none")
+    assert chat(words, tools=[tool]).has_tools
+    assert not chat(words, tools=[tool], tool_choice="none").has_tools
     assert words.given.tools == []
 
 
