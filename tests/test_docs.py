@@ -436,8 +436,8 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_code():
 
 PREFIXES = (
     "ahead bandit batch clip_ratio completions correction critic distill diversity drafter "
-    "drafting dynamic_sampling perf ratio reward rewards rollout sampling spec update weights "
-    "workers"
+    "drafting dynamic_sampling episodes perf ratio reward rewards rollout sampling spec update "
+    "weights workers"
 ).split()
 
 

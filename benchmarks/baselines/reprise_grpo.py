@@ -86,6 +86,8 @@ def settings(given: Given) -> list[str]:
         "Checkpoint.every_minutes": 0,
         "Metrics.tensorboard": False,
     }
+    if given.environment:
+        bindings["Reward.functions"] = ("environment",)
     return [f"--gin_file={given.config}", *(f"--gin.{k}={v!r}" for k, v in bindings.items())]
 
 

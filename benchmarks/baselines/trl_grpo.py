@@ -16,6 +16,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
+from benchmarks.end_to_end import calculator
 from benchmarks.end_to_end.protocol import Given, Parent, Step, prompt_text
 
 CACHES: dict[str, dict[str, Any]] = {
@@ -25,6 +26,7 @@ CACHES: dict[str, dict[str, Any]] = {
 }
 # torch's threads wait for each other at every operation, which costs dearly on a busy machine
 VARIANTS = (*(f"{cache}, 1 thread" for cache in CACHES), "dynamic cache, 2 threads")
+MAX_TURNS = 24  # of benchmarks/end_to_end/calculator.gin
 PACKAGES = ("trl", "transformers", "torch", "accelerate", "datasets")
 
 
@@ -49,7 +51,8 @@ class CommandedTrainer(GRPOTrainer):
 
     def _generate(self, prompts: Any) -> Any:
         made = self._now.timed("rollout", super()._generate, prompts)
-        self._now.tokens = sum(map(len, made[1]))
+        _, completion_ids, is_drawn, *_ = made  # no mask without an environment
+        self._now.tokens = sum(map(len if is_drawn is None else sum, is_drawn or completion_ids))
         return made
 
     def _calculate_rewards(self, *arguments: Any) -> Any:
@@ -97,18 +100,48 @@ def config(given: Given) -> GRPOConfig:
     )
 
 
+def with_calculator(given: Given, tokenizer: Any, model: Any) -> dict[str, Any]:
+    """Return the options of a trainer whose policy calls the calculator.
+
+    The tokenizer gets a template and a parser of calls. A turn ends with a call or an end token.
+    """
+    [call] = tokenizer.encode(calculator.CALL, add_special_tokens=False)
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, call]
+    tokenizer.chat_template = calculator.TEMPLATE
+    tokenizer.response_schema = {}  # TRL asks for one, and the parser below reads none
+
+    def parse_response(ids: Any, **_: Any) -> dict[str, Any]:
+        return calculator.parsed(tokenizer.decode(ids, skip_special_tokens=True))
+
+    def score(completions: Any, answer: Any, **_: Any) -> list[float]:
+        return given.score(calculator.last_turns(completions), answer)
+
+    tokenizer.parse_response = parse_response
+    return {"environment_factory": calculator.Tool, "reward_funcs": score}
+
+
 def main() -> None:
     parent = Parent(VARIANTS, PACKAGES)
     given = parent.given
     torch.set_num_threads(1 if given.variant.endswith("1 thread") else 2)
     tokenizer = AutoTokenizer.from_pretrained(given.policy)
-    as_text = partial(prompt_text, tokenizer)
-    rows = [row | {"prompt": as_text(row["prompt"])} for row in given.rows()]
+    model = AutoModelForCausalLM.from_pretrained(given.policy, dtype=torch.float32)
+    options: dict[str, Any] = {"reward_funcs": given.score}
+    as_prompt: Any = partial(prompt_text, tokenizer)
+    settings = config(given)
+    if given.environment:
+        options = with_calculator(given, tokenizer, model)
+        settings.max_tool_calling_iterations = MAX_TURNS - 1
+
+        def as_prompt(text: str) -> Any:
+            return [{"role": "user", "content": text}]
+
+    rows = [row | {"prompt": as_prompt(row["prompt"])} for row in given.rows()]
     trainer = CommandedTrainer(
         parent,
-        model=AutoModelForCausalLM.from_pretrained(given.policy, dtype=torch.float32),
-        args=config(given),
-        reward_funcs=given.score,
+        model=model,
+        args=settings,
+        **options,
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
     )

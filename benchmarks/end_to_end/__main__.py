@@ -16,6 +16,8 @@ questions has risen by `--gain`: every `--eval_every` steps the weights are save
 our engine, the same for all, and these seconds do not count. `start_s` is before the first step:
 loading, and of ours the compilation, which the others' first steps have. `learning_ratios` are the
 peers' seconds over ours, least to most. `--seeds` without values leaves it out.
+`--work calculator` times episodes of several turns with a calculator, TRL's with its
+`environment_factory`: give `--seeds` without values, and no tunix, which has none of these.
 """
 
 from __future__ import annotations
@@ -81,7 +83,9 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.folder, self.policy = folder, environment.ROOT / arguments.policy
         changed = {name: x for name in SIZES if (x := getattr(arguments, name))}
-        self.work: Work = dataclasses.replace(WORK[str(arguments.policy)], **changed)
+        self.work: Work = dataclasses.replace(
+            WORK[arguments.work or str(arguments.policy)], **changed
+        )
         self.pythons = {OURS: sys.executable}
         for name in PEERS:
             if python := getattr(arguments, f"{name}_python"):
@@ -318,6 +322,7 @@ if __name__ == "__main__":
         measure,
         environment.TRAINING,
         policy="policies/tiny",
+        work="",
         trl_python=Path,
         tunix_python=Path,
         chosen=Path,

@@ -40,6 +40,9 @@ class Given:
     seed: int
     variant: str
     scratch: str
+    environment: str = (
+        ""  # a name in `tasks.WORK`: episodes of several turns; `max_new_tokens` each
+    )
 
     @property
     def score(self) -> Callable[..., list[float]]:

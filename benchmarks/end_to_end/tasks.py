@@ -41,10 +41,14 @@ class Work:
     max_new_tokens: int
     learning_rate: float
     updates_per_step: int
+    environment: str = ""
 
 
 WORK = {
     "policies/tiny": Work("configs/tiny_cpu.gin", "exact", 16, 8, 256, 1.2e-4, 4),
+    "calculator": Work(
+        "benchmarks/end_to_end/calculator.gin", "exact", 8, 8, 256, 1.2e-4, 2, "calculator"
+    ),
     "downloads/smollm2": Work("configs/smollm2_epochs_cpu.gin", "brief", 4, 4, 64, 1e-5, 2),
 }
 

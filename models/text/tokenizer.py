@@ -120,6 +120,19 @@ class Tokenizer:
         `enable_thinking=False`. Raises ValueError without a template, for tools that the template
         does not show, if the template fails or exceeds a limit, and for reserved variables.
         """
+        return self.encode(
+            self.render_chat_template(messages, add_generation_prompt, tools=tools, **variables)
+        )
+
+    def render_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        **variables: Any,
+    ) -> str:
+        """Return the text of a conversation in the chat template, as `apply_chat_template`."""
         if not self.has_chat_template:
             raise ValueError(
                 "expected a tokenizer with a chat template, got one without: set "
@@ -131,7 +144,7 @@ class Tokenizer:
                 "tools: expected a chat template that shows tools, got one that does not: leave "
                 "the tools out, or describe them in a message"
             )
-        text = chat_templates.SHARED.render(
+        return chat_templates.SHARED.render(
             self.chat_template,
             messages,
             self.day,
@@ -140,7 +153,6 @@ class Tokenizer:
             **self.specials,
             **variables,
         )
-        return self.encode(text)
 
     @functools.cached_property
     def chat_marks(self) -> frozenset[str]:

@@ -115,9 +115,11 @@ def drafted_alone(config: TrainConfig) -> dict[str, Decisions]:
 def rollout_reach(config: TrainConfig, partition: Partition = WHOLE) -> Reach:
     """Return the bounds on rollouts of one process, except for on-device drafters."""
     beside = config.sched.beside_training
+    turn_tokens = config.sampling.max_any_new_tokens
     return Reach(
         partition.max_groups(config.rollout.prompts_per_step) * config.rollout.group_size,
-        config.rollout.max_prompt_tokens,
+        # the prompt of a later turn has all tokens before the turn
+        max(config.rollout.max_prompt_tokens, config.longest_tokens - turn_tokens),
         speculative=config.speculation.enabled,
         reuse=_verifies_responses(config),
         moves=config.sched.workers > 1 or beside,

@@ -26,7 +26,7 @@ from reprise.rl.cluster.lockstep import LockstepWatch
 from reprise.rl.cluster.processes import ALONE, Processes
 from reprise.rl.data.prompts import DataOrder
 from reprise.rl.engine.engine import Engine, RolloutEngine, ThreadedEngine
-from reprise.rl.exchange.responses import Partition
+from reprise.rl.exchange.responses import Partition, Scorer
 from reprise.rl.learner import critic, trainer
 from reprise.rl.learner.config import TrainSpec
 from reprise.rl.learner.optimizer import TrainState, init_state, make_optimizer, settle
@@ -97,6 +97,7 @@ def build(
         learner, state = make_learner(config, inputs, mesh)
         engine = builder.engine(drafters, drafter)
         rewards = builder.rewards()
+        new_scorer = builder.scorer()
         if partition.is_central:
             processes.barrier("workers", watch.heartbeat)
         builder.drafting = builder.drafting_workers(engine, drafters)
@@ -129,6 +130,7 @@ def build(
             speculation=speculation,
             reuse=reuse,
             rewards=rewards,
+            new_scorer=new_scorer,
             order=DataOrder(len(inputs.task), config.run.seed),
             drafter=drafter,
             partition=partition,
@@ -354,6 +356,23 @@ class RunBuilder:
         self.stack.callback(opened.close)
         opened.start()
         return opened
+
+    def scorer(self) -> Callable[..., Scorer]:
+        """Return the class of scorers; with an environment, one that plays episodes."""
+        config = self.config
+        if not config.environment.enabled:
+            return Scorer
+        from reprise.rl.environments.episode_scorer import open_scorer
+
+        scorer = open_scorer(
+            config.environment,
+            config.task,
+            self.inputs.tokenizer,
+            self.inputs.task[0],
+            rows=config.engine.max_slots,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+        )
+        return self.stack.enter_context(scorer)
 
     @property
     def _specs(self) -> tuple[str, ...]:

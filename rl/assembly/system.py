@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -46,8 +47,8 @@ if TYPE_CHECKING:
 class System:
     """The parts of a run.
 
-    `eval_engine` is `engine` unless workers run during training on separate devices. `listeners`
-    are the features that take part in each step.
+    `eval_engine` is `engine` unless workers run during training on separate devices. `new_scorer`
+    is the class of scorers. `listeners` are the features that take part in each step.
     """
 
     config: TrainConfig
@@ -59,6 +60,7 @@ class System:
     speculation: Speculation
     reuse: Reuse
     rewards: Rewards
+    new_scorer: Callable[..., Scorer]
     order: DataOrder
     drafter: AnyDrafter | None
     partition: Partition
@@ -72,7 +74,7 @@ class System:
 
     def scorer(self, group_size: int) -> Scorer:
         """Return a scorer for responses of a rollout; a stop request interrupts its waits."""
-        return Scorer(
+        return self.new_scorer(
             self.inputs.tokenizer,
             self.rewards,
             check=self.leave_if_stopped,

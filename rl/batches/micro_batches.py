@@ -1,6 +1,7 @@
 """Micro-batches of one fixed shape (`rl.records.packing`) from trajectories, in plain numpy.
 
-Every response token is trained on once, the end token included; padding never has weight.
+Every response token is trained on once, the end token included. Padding, and tokens that an
+environment inserted, have no place in the arrays of a loss.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class TrainSample:
     @property
     def response(self) -> Response:
         t = self.trajectory
-        return Response(self.name, t.group_id, t.prompt_ids, t.response_ids)
+        if t.episode is None:
+            return Response(self.name, t.group_id, t.prompt_ids, t.response_ids)
+        return Response(self.name, t.group_id, t.prompt_ids, t.episode.tokens, t.episode.drawn)
 
 
 @struct.dataclass
@@ -97,8 +100,8 @@ def select(
 ) -> list[TrainSample]:
     """Return the samples of the loss; `sampling` applies to trajectories without a sampling.
 
-    Responses without a reward are left out, and truncated responses if `mask_truncated`. Raises
-    ValueError for unequal lengths, and for an empty prompt or response.
+    Responses without a reward are left out, truncated responses if `mask_truncated`, and episodes
+    without a turn. Raises ValueError for unequal lengths, and for an empty prompt or response.
     """
     if len(trajectories) != len(advantages):
         raise ValueError(
@@ -108,6 +111,8 @@ def select(
     for trajectory, advantage in zip(trajectories, advantages, strict=True):
         drawn_by = trajectory.sampling or sampling or SamplingConfig()
         sample = TrainSample(trajectory, float(advantage), drawn_by)
+        if trajectory.episode is not None and not trajectory.num_tokens:
+            continue
         if not len(trajectory.prompt_ids) or not trajectory.num_tokens:
             raise ValueError(
                 f"{sample.name} has {len(trajectory.prompt_ids)} prompt and "
@@ -223,8 +228,9 @@ def _pack(
     for c, layout in enumerate(layouts):
         pairs = zip(layout.order.tolist(), layout.starts.tolist(), strict=True)
         for e, (i, start) in enumerate(pairs, start=c * part.samples):
-            index = start + np.arange(len(responses[i].tokens))  # within the rows of its copy
-            batch.index_EM[e, : len(index)] = index
+            drawn = responses[i].drawn
+            index = start + (np.arange(len(responses[i].tokens)) if drawn is None else drawn)
+            batch.index_EM[e, : len(index)] = index  # within the rows of its copy
             fill(batch, e, i, c * part.rows * part.length + index)
             places.append(e)
     order = np.concatenate([layout.order for layout in layouts])

@@ -15,13 +15,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reprise.models.text import digests
 from reprise.rl.cluster.config import AUTO, ClusterConfig, check
 from reprise.rl.cluster.processes import ALONE, Processes, ProcessLost
-from reprise.rl.cluster.relay import Relay
 from reprise.rl.runtime.run_files import code_digest
+
+if TYPE_CHECKING:
+    from reprise.rl.cluster.relay import Relay
 
 MIN_JAX_S = 30  # for jax to start, once all processes have met, and to notice a loss
 POLICY = "contents of Policy.directory"
@@ -196,6 +198,8 @@ def _initialize(config: ClusterConfig) -> Relay | None:
             jax.distributed.initialize(**options)
             return None
         first = dataclasses.replace(config, coordinator=options["coordinator_address"])
+        from reprise.rl.cluster.relay import Relay
+
         with Relay((first.host, first.port), limit_s) as relay:
             jax.distributed.initialize(**options | {"coordinator_address": relay.here})
             return relay

@@ -25,10 +25,11 @@ from typing import Any
 from reprise.models.config import ModelConfig
 from reprise.rl.checkpoint.best import chosen_step
 from reprise.rl.data.tasks import open_tasks
+from reprise.rl.environments.supported import check_supported
+from reprise.rl.exchange.responses import Scorer
 from reprise.rl.gin.command_line import config_parser, parse_command_line
 from reprise.rl.gin.loader import ConfigError, load
 from reprise.rl.rewards.config import validate
-from reprise.rl.rewards.scores import Rewards
 from reprise.rl.run import evaluation
 from reprise.rl.run.evaluation import Answers, plus_minus
 from reprise.rl.runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
@@ -91,6 +92,7 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Evaluation:
     directory = args.policy or config.policy.directory
     lora = config.policy.lora
     policy, model, tokenizer = open_policy(directory, config.task, None if args.policy else lora)
+    check_supported(config, model)
     check_lengths(config, model)
     check_layout(config, model)
     check_stops(config.eval.sampling(config.sampling), model, tokenizer)
@@ -138,6 +140,7 @@ def _run(args: argparse.Namespace, job: _Evaluation) -> int:
         try:
             # a function that cannot be called is found before the weights are loaded
             pool = stack.enter_context(RewardPool(job.config.reward, tasks=tasks))
+            new_scorer = stack.enter_context(_open_scorer(job))
             mesh, rounding = open_mesh(job.config, job.inputs.model)
             mesh = engine_mesh(job.config, job.inputs.model, mesh)
             model, params, source = _weights(job, mesh, show)
@@ -155,7 +158,8 @@ def _run(args: argparse.Namespace, job: _Evaluation) -> int:
             def on_round(finished: int, tokens: int) -> None:
                 show.rollout(finished, total, tokens)
 
-            answers = _respond(job, params, mesh, pool, on_round)
+            scorer = new_scorer(job.inputs.tokenizer, pool, lambda: None, job.config.eval.samples)
+            answers = _respond(job, params, mesh, scorer, on_round)
         except (RewardWorkerError, NonFiniteLogits) as error:
             show.message(f"error: {error}")
             return EXIT_FAILED
@@ -168,11 +172,27 @@ def _run(args: argparse.Namespace, job: _Evaluation) -> int:
     return 0
 
 
+def _open_scorer(job: _Evaluation) -> contextlib.AbstractContextManager[Callable[..., Scorer]]:
+    """Open the environments of episodes, if any; return the class of scorers."""
+    config = job.config
+    if not config.environment.enabled:
+        return contextlib.nullcontext(Scorer)
+    from reprise.rl.environments.episode_scorer import open_scorer
+
+    return open_scorer(
+        config.environment,
+        config.task,
+        job.inputs.tokenizer,
+        job.inputs.evals.sets[0].examples[0],
+        rows=config.engine.max_slots,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+    )
+
+
 def _respond(
-    job: _Evaluation, params: Any, mesh: Any, pool: Rewards, on_round: OnRound
+    job: _Evaluation, params: Any, mesh: Any, scorer: Scorer, on_round: OnRound
 ) -> list[Answers]:
-    """Return the answers of these weights, scored by the pool, on a separate engine."""
-    from reprise.rl.exchange.responses import Scorer
+    """Return the answers of these weights, on a separate engine."""
     from reprise.rl.learner.trainer import cast_params
     from reprise.rl.placement.engines import engine_settings
     from reprise.rl.workers.engines import make_engine
@@ -180,7 +200,6 @@ def _respond(
     config = job.config
     inputs = job.inputs
     engine = make_engine(engine_settings(config, inputs.model, drafts=False), mesh)
-    scorer = Scorer(inputs.tokenizer, pool, lambda: None, config.eval.samples)
     weights = cast_params(params, engine.dtype)
     return evaluation.respond(engine, weights, config, inputs, scorer, on_round)
 

@@ -107,17 +107,30 @@ def _checked(
         changes = [*changes, *others]
     warnings = [
         *unused_settings(config),
-        *check_rewards(
-            config.reward,
-            inputs.task,
-            lambda text, task: inputs.read(text, config.sampling.of(task) or config.sampling),
-            max_rows=MAX_ROWS if args.dry_run else _ROWS_AT_START,
-        ),
+        *_reward_findings(config, inputs, args),
         *run_folder.remarks(changes, config),
     ]
     for text in [*(f"changed       {c}" for c in changes), *(f"warning: {w}" for w in warnings)]:
         say(text, sys.stderr)
     return config, before, folder, inputs
+
+
+def _reward_findings(config: TrainConfig, inputs: Inputs, args: argparse.Namespace) -> list[str]:
+    """Return warnings about the rewards: functions score variants of the answers.
+
+    An environment is opened and reset. Raises ValueError if it fails.
+    """
+    if config.environment.enabled:
+        from reprise.rl.environments.opened import check_environment
+
+        check_environment(config.environment, config.task, inputs.tokenizer, inputs.task[0])
+        return []
+    return check_rewards(
+        config.reward,
+        inputs.task,
+        lambda text, task: inputs.read(text, config.sampling.of(task) or config.sampling),
+        max_rows=MAX_ROWS if args.dry_run else _ROWS_AT_START,
+    )
 
 
 def _resolve(

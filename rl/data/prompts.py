@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,8 +60,13 @@ def prompts_for_step(task: Task, order: DataOrder, cursor: int, count: int) -> t
     return tuple(task[int(index)] for index in order.indices(cursor, count))
 
 
-def encode_prompt(tokenizer: Tokenizer, example: Example, config: TaskConfig) -> tuple[int, ...]:
-    """Return the token ids of the prompt of an example.
+def encode_prompt(
+    tokenizer: Tokenizer,
+    example: Example,
+    config: TaskConfig,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> tuple[int, ...]:
+    """Return the token ids of the prompt of an example; `tools` are shown by the chat template.
 
     The prompt is the system prompt (unless the example has one) and the messages, with the suffix
     once at the end of the last message. These are rendered by the chat template of the tokenizer if
@@ -84,7 +90,9 @@ def encode_prompt(tokenizer: Tokenizer, example: Example, config: TaskConfig) ->
         if tokenizer.has_chat_template and uses_template:
             _check_marks(tokenizer, messages)
             variables: dict[str, Any] = dict(config.chat_template_kwargs)
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **variables)
+            ids = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tools=tools, **variables
+            )
         else:
             ids = _encode_plainly(tokenizer, messages)
         if not ids:

@@ -281,6 +281,10 @@ class Engine(ModelRunner):
         self._waiting.drop(request_ids)
         self._leave_rows(self._rows_of(request_ids), self._table.leave)
 
+    def expire(self, request_ids: Sequence[int]) -> None:
+        """Note that no prompt continues these finished requests, so that their rows go first."""
+        self._table.expire(request_ids)
+
     def release(self) -> list[PartialRequest]:
         """Remove and return all requests with their tokens so far, without keys and values."""
         (rows,) = np.nonzero(self._table.busy_B)

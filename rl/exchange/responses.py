@@ -29,6 +29,8 @@ import numpy as np
 from reprise.models.text.tokenizer import Tokenizer
 from reprise.rl.cluster.processes import ALONE, Diverged, Processes
 from reprise.rl.data.tasks import Example
+from reprise.rl.engine.engine import OnRound, RolloutEngine
+from reprise.rl.engine.rollout_spec import RolloutSpec
 from reprise.rl.losses.advantages import informative_groups
 from reprise.rl.records.stats import CachedCounts, EngineStats, PoolCounts, RoundRecord, joined
 from reprise.rl.records.trajectory import FinishReason, NonFiniteLogits, Request, Trajectory
@@ -287,6 +289,25 @@ class Scorer:
         for place, (one, text) in enumerate(zip(ended, texts, strict=True)):
             self._waiting[one.request_id] = scores, place, text
         del self._ended[t.group_id]
+
+    def run(
+        self,
+        engine: RolloutEngine,
+        spec: RolloutSpec,
+        requests: Sequence[Request],
+        on_round: OnRound | None,
+        what: str,
+    ) -> tuple[list[Trajectory], EngineStats]:
+        """Return the responses to the requests of a process, if any, and the counts of the engine.
+
+        Each response is scored once it finishes. `what` names the rollout in errors.
+        """
+        if not requests:
+            return [], EngineStats()
+        try:
+            return engine.run(spec, requests, on_finish=self, on_round=on_round), engine.stats
+        except NonFiniteLogits as error:
+            raise NonFiniteLogits(f"{what}: {error}") from None
 
     def waits_for(self, group_id: int) -> bool:
         """Return whether finished responses of a group wait for the rest of the group."""

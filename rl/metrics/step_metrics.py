@@ -43,8 +43,12 @@ def step_metrics(
         "rollout_tokens": sum([len(t.response_ids) for t in trajectories]),
         "rewards/failures": sum([s.failure is not None for s in scores]),
     }
-    if trajectories:  # empty if all groups continue in the next step
+    if metrics["rollout_tokens"]:  # none if all groups continue in the next step
         metrics |= _response_metrics(trajectories, scores, step, tasks)
+    if episodes := [t.episode for t in trajectories if t.episode is not None]:
+        from reprise.rl.metrics.episode_metrics import episode_metrics
+
+        metrics |= episode_metrics(episodes)
     if stats.parts:
         metrics |= {
             "workers/kv_moved_bytes": stats.pool.moved_bytes,
@@ -78,8 +82,9 @@ def _response_metrics(
         if known.size:
             metrics[f"rewards/{name}/mean"] = float(known.mean())
             metrics[f"rewards/{name}/std"] = float(known.std(ddof=1)) if known.size > 1 else 0.0
-    responses = [t.response_ids for t in trajectories]
-    groups = [t.group_id for t in trajectories]
+    written = [t for t in trajectories if len(t.response_ids)]  # not failed before the first turn
+    responses = [t.response_ids for t in written]
+    groups = [t.group_id for t in written]
     metrics["diversity/distinct_1"] = distinct_1(responses)
     if not math.isnan(bleu := self_bleu(responses, groups)):
         metrics["diversity/self_bleu"] = bleu
@@ -111,6 +116,7 @@ def sample_rows(
             "logprob": float(t.logprobs.sum()),
             "num_tokens": len(t.response_ids),
             "finish_reason": str(t.finish_reason),
+            **({} if t.episode is None else t.episode.row),
         }
         for t, completion, score, advantage in rows
     ]

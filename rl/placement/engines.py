@@ -39,7 +39,7 @@ def evaluation_engine(config: TrainConfig, num_requests: int, ways: int) -> Engi
     engine = config.engine
     if not engine.pages or engine.pages == "auto":
         return engine
-    max_tokens = config.rollout.max_prompt_tokens + config.sampling.max_any_new_tokens
+    max_tokens = config.longest_tokens
     slots = engine.over(ways).slot_bucket(num_requests)
     needed = dataclasses.replace(engine, pages=0).num_pages(slots, max_tokens, ways)
     return dataclasses.replace(engine, pages=min(engine.pages, needed))

@@ -66,12 +66,16 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Response:
-    """The tokens of a response, and the prompt that it shares with its group."""
+    """The tokens of a response, and the prompt that it shares with its group.
+
+    `drawn` are the places of the tokens that a loss reads; None: all places.
+    """
 
     name: str
     group_id: int
     prompt_ids: np.ndarray
     tokens: np.ndarray
+    drawn: np.ndarray | None = None
 
 
 @dataclasses.dataclass(eq=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -16,6 +17,9 @@ from reprise.models.attention.entries import Entries
 from reprise.models.config import ModelConfig
 from reprise.spec.config import SamplingConfig
 from reprise.spec.reuse.rollout_cache import CachedResponse
+
+if TYPE_CHECKING:
+    from reprise.rl.records.episode import Episode
 
 Prompt = tuple[int, ...]  # token ids
 
@@ -71,7 +75,8 @@ class Trajectory:
     `response_ids` int32 [n] include the end token. `logprobs` float32 [n] are of the processed
     distribution (after temperature, top-k and top-p) in the pass that emitted or verified the
     token. `emission_logprobs` are under the policy that drew the token, with version
-    `policy_versions` int32 [n]. `origins` uint8 [n] hold `Origin` values.
+    `policy_versions` int32 [n]. `origins` uint8 [n] hold `Origin` values. An `episode` has
+    the tokens of all turns of the policy, in order, and no token of its environment.
     """
 
     request_id: int
@@ -86,10 +91,16 @@ class Trajectory:
     reward: float | None = None
     sampling: SamplingConfig | None = None
     emission_logprobs: np.ndarray = dataclasses.field(kw_only=True)
+    episode: Episode | None = None
 
     @property
     def num_tokens(self) -> int:
         return len(self.response_ids)
+
+    @property
+    def longest_turn_tokens(self) -> int:
+        """The length of the response, or of the longest turn of an episode."""
+        return self.num_tokens if self.episode is None else self.episode.longest_turn_tokens
 
     @property
     def truncated(self) -> bool:

@@ -11,7 +11,8 @@ from reprise.rl.runtime.user_files import check_file, did_you_mean, is_user_name
 
 MAX_WORKERS = 4096  # processes of one host
 MAX_DEADLINE_S = 1_000_000
-BUILT_IN = ("task", "exact_match", "math_verify")
+ENVIRONMENT = "environment"  # the reward that the environment of an episode gives
+BUILT_IN = ("task", "exact_match", "math_verify", ENVIRONMENT)
 _EXPECTED = f"one of {', '.join(BUILT_IN)} or PATH.py:function"
 
 
@@ -23,8 +24,9 @@ class RewardConfig:
     """
 
     functions: tuple[str, ...] = ("task",)
-    """`task` (the verifier of the task), `exact_match`, `math_verify`, or `PATH.py:function` with
-    the signature `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
+    """`task` (the verifier of the task), `exact_match`, `math_verify`, `environment` (the reward
+    that `Environment.factory` gives), or `PATH.py:function` with the signature
+    `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
     Functions may be async."""
     weights: tuple[float, ...] = ()
     """A weight per function; empty: 1 for every function."""

@@ -1,6 +1,7 @@
 """The parent side of a reward worker process: start, score, kill.
 
-`score` returns or raises within its limits; every line carries the ticket of its request.
+`score` returns or raises within its limits; every line carries the ticket of its request. Processes
+of environments (`rl.environments.server`) share the lines, the output and the marks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from reprise.rl.runtime.user_files import split_user_name
 MARK = "REPRISE_REWARD_WORKER"  # in the environment of a worker and of its child processes
 _MIN_ACCEPT_S = 5.0  # a loaded machine may be slow to accept a sample
 _REAP_S = 10.0  # a killed process exits in this time, unless it is stuck in the kernel
-_MAX_LINE_BYTES = 1 << 24  # failures of a large group, each with its message
+MAX_LINE_BYTES = 1 << 24  # failures of a large group, each with its message
 MAX_OUTPUT_BYTES = 1 << 20  # of a sample, or of the start
 _CUT = b"\n... (the rest of this sample's output is left out)\n"
 
@@ -50,6 +51,70 @@ class WorkerStopped(Exception):
         self.function = function
 
 
+class Lines:
+    """Requests and answers as JSON lines over a socket; each answer has the ticket of its request.
+
+    Output of a child process, or a late answer, can thus not answer another request.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._readable = select.poll()
+        self._readable.register(connection, select.POLLIN)
+        self._buffer = bytearray()
+        self._num_requests = 0
+
+    @property
+    def has_input(self) -> bool:
+        """Return whether the other side has written, or closed its end, since its last answer."""
+        return bool(self._buffer or self._readable.poll(0))
+
+    def send(self, body: bytes, limit: float) -> str:
+        """Send a request; return its ticket: a number, and a nonce that no earlier line has.
+
+        `limit` is of the monotonic clock. Raises WorkerStopped.
+        """
+        self._num_requests += 1
+        ticket = f"{self._num_requests}-{secrets.token_hex(8)}"
+        try:
+            self._socket.settimeout(_seconds_to(limit))
+            self._socket.sendall(b'{"ticket": "%s", "body": %s}\n' % (ticket.encode(), body))
+        except TimeoutError:
+            raise WorkerStopped("deadline", "it did not take its input in time") from None
+        except OSError:
+            raise WorkerStopped("died", "its process ended") from None
+        return ticket
+
+    def receive(self, ticket: str, limit: float) -> dict[str, Any]:
+        """Return the next line, which must answer `ticket`. Raises WorkerStopped."""
+        while (end := self._buffer.find(b"\n")) < 0:
+            if len(self._buffer) > MAX_LINE_BYTES:
+                raise WorkerStopped("protocol", "it wrote a line without end")
+            try:
+                self._socket.settimeout(_seconds_to(limit))
+                piece = self._socket.recv(1 << 16)
+            except TimeoutError:
+                raise WorkerStopped("deadline", "no answer within its time") from None
+            except OSError:
+                piece = b""
+            if not piece:
+                raise WorkerStopped("died", "its process ended")
+            self._buffer += piece
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        with contextlib.suppress(ValueError, RecursionError):
+            answer = json.loads(line)
+            if isinstance(answer, dict) and answer.get("ticket") == ticket:
+                return answer
+        raise WorkerStopped("protocol", f"not an answer to this request: {line[:80]!r}")
+
+    def close(self) -> None:
+        """Close the socket; a call in another thread raises WorkerStopped."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
 class WorkerProcess:
     """A running worker. Linux kills it if the thread that created it exits before it."""
 
@@ -58,24 +123,21 @@ class WorkerProcess:
         self._config = config
         self._tasks = tasks
         self._startup_s = startup_s
-        self._num_requests = 0
-        self._buffer = bytearray()
         self._lock = threading.Lock()
         self._mark = secrets.token_hex(16)
-        self._socket, theirs = socket.socketpair()
-        self._readable = select.poll()
-        self._readable.register(self._socket, select.POLLIN)
+        ours, theirs = socket.socketpair()
+        self._lines = Lines(ours)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "reprise.rl.rewards.worker"],
                 stdin=theirs.fileno(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=_worker_environment(self._mark),
+                env=worker_environment(self._mark),
                 start_new_session=True,  # a process group, killed as one
             )
         assert self._process.stdout is not None
-        self._output = _Output(self._process.stdout)
+        self._output = Output(self._process.stdout)
 
     def wait_ready(self) -> None:
         """Wait until the worker can score. Raises RewardWorkerError if it cannot be set up."""
@@ -92,11 +154,11 @@ class WorkerProcess:
         }
         limit = time.monotonic() + self._startup_s
         try:
-            self._receive(self._send(json.dumps(setup).encode(), limit), limit)
+            self._answer(self._lines.send(json.dumps(setup).encode(), limit), limit)
         except WorkerStopped as stopped:
             names = ", ".join(config.functions)
             raise RewardWorkerError(
-                f"a reward worker could not start with {names}: {stopped.message} "
+                f"a reward worker could not start with {names}: {self._explained(stopped).message} "
                 f"({self._output.whereabouts})"
             ) from stopped
 
@@ -112,12 +174,12 @@ class WorkerProcess:
         limit = time.monotonic() + max(deadline_s, _MIN_ACCEPT_S)
         function = None
         try:
-            if self._buffer or self._readable.poll(0):
+            if self._lines.has_input:
                 raise WorkerStopped("protocol", "it wrote, or ended, without a request")
             self._output.begin_sample()
-            ticket = self._send(job, limit)
+            ticket = self._lines.send(job, limit)
             while True:
-                answer = self._receive(ticket, limit)
+                answer = self._answer(ticket, limit)
                 if "outcomes" in answer:
                     return _checked(answer["outcomes"], size, num_functions)
                 if answer["at"] is None:
@@ -127,8 +189,9 @@ class WorkerProcess:
                     limit = time.monotonic() + deadline_s
                 function = range(num_functions)[answer["at"]]
         except WorkerStopped as stopped:
-            stopped.function = function
-            raise
+            explained = self._explained(stopped)
+            explained.function = function
+            raise explained from None
         except (ValueError, LookupError, TypeError) as error:
             raise WorkerStopped("protocol", f"unreadable answer: {error!r}", function) from error
 
@@ -141,12 +204,12 @@ class WorkerProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):  # macOS: PermissionError for a zombie
                 self._process.kill()
-            _kill_marked(self._mark)
+            kill_marked(self._mark)
 
     def dispose(self) -> None:
         """Kill and reap the worker, and close the socket, in the thread that created it."""
         self._end()
-        self._socket.close()
+        self._lines.close()
 
     def _end(self) -> int:
         self.kill()
@@ -154,43 +217,15 @@ class WorkerProcess:
             return self._process.wait(_REAP_S)
         return -signal.SIGKILL  # killed, but stuck inside the kernel
 
-    def _send(self, body: bytes, limit: float) -> str:
-        """Send a request; return its ticket: a number, and a nonce that no earlier line has."""
-        self._num_requests += 1
-        ticket = f"{self._num_requests}-{secrets.token_hex(8)}"
-        try:
-            self._socket.settimeout(_seconds_to(limit))
-            self._socket.sendall(b'{"ticket": "%s", "body": %s}\n' % (ticket.encode(), body))
-        except TimeoutError:
-            raise WorkerStopped("deadline", "it did not take its input in time") from None
-        except OSError:
-            raise self._died() from None
-        return ticket
+    def _answer(self, ticket: str, limit: float) -> dict[str, Any]:
+        answer = self._lines.receive(ticket, limit)
+        if "fatal" in answer:
+            raise RewardWorkerError(f"a reward worker cannot work: {answer['fatal']}")
+        return answer
 
-    def _receive(self, ticket: str, limit: float) -> dict[str, Any]:
-        """Return the next line, which must answer `ticket`."""
-        while (end := self._buffer.find(b"\n")) < 0:
-            if len(self._buffer) > _MAX_LINE_BYTES:
-                raise WorkerStopped("protocol", "it wrote a line without end")
-            try:
-                self._socket.settimeout(_seconds_to(limit))
-                piece = self._socket.recv(1 << 16)
-            except TimeoutError:
-                raise WorkerStopped("deadline", "no answer within its time") from None
-            except OSError:
-                piece = b""
-            if not piece:
-                raise self._died()
-            self._buffer += piece
-        line = bytes(self._buffer[:end])
-        del self._buffer[: end + 1]
-        with contextlib.suppress(ValueError, RecursionError):
-            answer = json.loads(line)
-            if isinstance(answer, dict) and answer.get("ticket") == ticket:
-                if "fatal" in answer:
-                    raise RewardWorkerError(f"a reward worker cannot work: {answer['fatal']}")
-                return answer
-        raise WorkerStopped("protocol", f"not an answer to this sample: {line[:80]!r}")
+    def _explained(self, stopped: WorkerStopped) -> WorkerStopped:
+        """Return a failure with the exit status of a worker that died, which is reaped."""
+        return self._died() if stopped.kind == "died" else stopped
 
     def _died(self) -> WorkerStopped:
         code = self._end()  # a worker that only closed its socket is killed
@@ -202,7 +237,7 @@ class WorkerProcess:
         return WorkerStopped("died", f"the worker process ended: {how}")
 
 
-class _Output:
+class Output:
     """Copies the output of a worker to standard error, up to a limit for each sample."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
@@ -249,7 +284,7 @@ def _checked(outcomes: Any, size: int, num_functions: int) -> list[list[list[Any
     return outcomes
 
 
-def _kill_marked(mark: str) -> None:
+def kill_marked(mark: str) -> None:
     """Kill every process with the mark in its environment (only on Linux, which has /proc)."""
     wanted = f"{MARK}={mark}".encode()
     for _ in range(10):  # a process may be missed once, if it was just being started
@@ -266,7 +301,7 @@ def _kill_marked(mark: str) -> None:
         time.sleep(0.005)  # until the processes are gone from the table
 
 
-def _worker_environment(mark: str) -> dict[str, str]:
+def worker_environment(mark: str) -> dict[str, str]:
     """Return an environment with our packages on the path, one thread, and no accelerator."""
     paths = [IMPORT_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {

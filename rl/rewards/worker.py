@@ -40,12 +40,12 @@ LARGEST_REWARD = 1e12  # float32 holds the sum of the squares of gradients of ab
 
 def main() -> int:
     """Serve until the socket closes; return 0, or 1 if the functions cannot be loaded."""
-    lines = _take_socket()
+    lines = take_socket().makefile("rwb")
     ticket, setup = _request(lines.readline())
     writer = Writer(lines)
-    _die_with_parent(setup["parent_pid"])
+    die_with_parent(setup["parent_pid"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
-    _limit_memory(setup["memory_limit_mib"])
+    limit_memory(setup["memory_limit_mib"])
     try:
         from reprise.rl.rewards.functions import load
 
@@ -118,10 +118,11 @@ def read_result(result: Any, size: int) -> list[ScoreOutcome]:
         got = _count(len(result), "value")
         text = f"expected {_count(size, 'value')} for {_count(size, 'completion')}, got {got}"
         return [(None, "length", text)] * size
-    return [_read_value(value) for value in result]
+    return [read_value(value) for value in result]
 
 
-def _read_value(value: Any) -> ScoreOutcome:
+def read_value(value: Any) -> ScoreOutcome:
+    """Return the outcome of a value: a number, None, or a failure."""
     if value is None:
         return None, None, None
     if hasattr(value, "item"):
@@ -166,16 +167,16 @@ def _memory_hint(error: BaseException, setup: Mapping[str, Any]) -> str:
     return f"; Reward.memory_limit_mib is {limit}: raise it, or set it to None"
 
 
-def _take_socket() -> io.BufferedRWPair:
+def take_socket() -> socket.socket:
     """Take the socket from standard input, which is then empty for user code."""
-    file = socket.socket(fileno=os.dup(0)).makefile("rwb")
+    taken = socket.socket(fileno=os.dup(0))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    return file
+    return taken
 
 
-def _die_with_parent(parent_pid: int) -> None:
+def die_with_parent(parent_pid: int) -> None:
     """Have Linux kill this process with its parent, even in the middle of a scorer."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
@@ -184,7 +185,8 @@ def _die_with_parent(parent_pid: int) -> None:
         sys.exit(1)
 
 
-def _limit_memory(limit_mib: int | None) -> None:
+def limit_memory(limit_mib: int | None) -> None:
+    """Limit the address space of this process, and write no core files."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if limit_mib is not None:
         resource.setrlimit(resource.RLIMIT_AS, (limit_mib << 20, limit_mib << 20))

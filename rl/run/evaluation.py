@@ -33,7 +33,6 @@ from reprise.rl.settings import identity
 from reprise.rl.settings.config import TrainConfig
 from reprise.rl.settings.eval_sets import EVAL_SEED, EvalSet
 from reprise.rl.settings.inputs import Inputs
-from reprise.rl.steps.rollouts import run
 from reprise.spec.verification.sampling import step_key
 
 EVAL_STEP = 2**31 - 1  # step number of the noise, beyond all training steps
@@ -105,7 +104,7 @@ def respond(
     own = [r for r in requests if partition.answers(r.group_id)]
 
     def answer() -> Responses:
-        return scorer.responses(*run(engine, spec, own, scorer, on_round, "evaluation"))
+        return scorer.responses(*scorer.run(engine, spec, own, on_round, "evaluation"))
 
     matches = partition.exchange("evaluation", requests, answer, waiting)
     answers = []

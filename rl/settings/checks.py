@@ -11,6 +11,7 @@ from reprise.models.text.tokenizer import Tokenizer
 from reprise.rl.cluster import config as cluster_config
 from reprise.rl.cluster.config import AUTO
 from reprise.rl.data.specs import parse_spec
+from reprise.rl.rewards.config import ENVIRONMENT
 from reprise.rl.runtime.user_files import did_you_mean
 from reprise.rl.settings.config import TrainConfig, drafter_shape, recipe
 from reprise.rl.settings.eval_sets import split_names, task_names
@@ -20,6 +21,10 @@ from reprise.spec.config import SamplingConfig
 
 def check_sections(config: TrainConfig, model: ModelConfig) -> None:
     """Raise ValueError if sections do not fit together, or do not fit the shape of the policy."""
+    if config.environment.enabled or ENVIRONMENT in config.reward.functions:
+        from reprise.rl.environments.supported import check_supported
+
+        check_supported(config, model)
     check_lengths(config, model)
     check_layout(config, model)
     check_sampling(config)

@@ -13,6 +13,7 @@ from reprise.rl.cluster.config import ClusterConfig
 from reprise.rl.data.tasks import TaskConfig
 from reprise.rl.drafter_training.config import DrafterConfig, shape_of
 from reprise.rl.drafting.config import DraftingConfig
+from reprise.rl.environments.config import EnvironmentConfig
 from reprise.rl.gin.loader import load
 from reprise.rl.gin.values import AUTO
 from reprise.rl.learner.config import NumericsConfig, OptimizerConfig, TrainerConfig, TrainSpec
@@ -151,6 +152,7 @@ class TrainConfig:
     policy: PolicyConfig
     task: TaskConfig
     reward: RewardConfig
+    environment: EnvironmentConfig
     rollout: RolloutConfig
     sampling: SamplingConfig
     engine: EngineConfig
@@ -212,6 +214,7 @@ class TrainConfig:
         algorithm = self.algorithm
         named = {
             "Reward.functions": self.reward.functions,
+            "Environment.factory": (self.environment.factory or "",),
             "Speculation.sources": self.speculation.sources,
             "Speculation.budget": (self.speculation.budget,),
             "Sched.policy": (self.sched.policy,),
@@ -247,8 +250,9 @@ class TrainConfig:
 
     @property
     def longest_tokens(self) -> int:
-        """The maximum tokens of a prompt and its response together."""
-        return self.rollout.max_prompt_tokens + self.sampling.max_any_new_tokens
+        """The maximum tokens of a prompt and its response together, or of an episode."""
+        turn_tokens = self.sampling.max_any_new_tokens
+        return self.rollout.max_prompt_tokens + self.environment.episode_tokens(turn_tokens)
 
     @property
     def correct_by(self) -> str:

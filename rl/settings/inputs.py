@@ -21,6 +21,7 @@ from reprise.models.text import tokenizer as tokenizers
 from reprise.models.text.tokenizer import Tokenizer
 from reprise.rl.data.prompts import MAX_PASSED_OVER, DataOrder, encode_prompt, is_rendered
 from reprise.rl.data.tasks import Example, Task, TaskConfig, data_digest, data_files, open_tasks
+from reprise.rl.environments.config import validate as validate_environment
 from reprise.rl.rewards.config import validate
 from reprise.rl.rewards.findings import Reading
 from reprise.rl.runtime.run_files import resolve_path
@@ -130,7 +131,8 @@ def open_inputs(config: TrainConfig) -> Inputs:
 
         teacher = open_teacher(config.distill.teacher, model, tokenizer, config.longest_tokens)
     validate(config.reward)
-    if config.user_names.keys() - {"Reward.functions"}:
+    validate_environment(config.environment)
+    if config.user_names.keys() - {"Reward.functions", "Environment.factory"}:
         from reprise.rl.settings.user_names import check_user_names
 
         check_user_names(config)

@@ -46,12 +46,18 @@ from reprise.rl.settings.config import TrainConfig
 from reprise.rl.warm_up.measured_run import read_rounds
 
 # Settings that define the experiment, without settings of speed and place.
-_EXPERIMENT = ("Task", "Reward", "Policy", "Algorithm", "Critic", "Distill", "Sampling", "Reuse")
+_EXPERIMENT = (
+    *("Task", "Reward", "Environment", "Policy", "Algorithm", "Critic", "Distill", "Sampling"),
+    "Reuse",
+)
 _EXPERIMENT_FIELDS = (
     *("Run.seed", "Rollout.prompts_per_step", "Rollout.group_size", "Rollout.max_prompt_tokens"),
     "Sched.mode",
 )
-_HOW_FIELDS = ("Reward.workers", "Reward.deadline_s", "Reward.memory_limit_mib")
+_HOW_FIELDS = (
+    *("Reward.workers", "Reward.deadline_s", "Reward.memory_limit_mib"),
+    *("Environment.live", "Environment.deadline_s", "Environment.memory_limit_mib"),
+)
 _SHOWN = 4  # names in one message
 _MAX_LAUNCHES_BYTES = 2**20  # of the file; a launch takes 400 bytes
 

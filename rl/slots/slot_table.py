@@ -349,6 +349,11 @@ class SlotTable:
         self.prompts[row] = None
         self.retained_tokens_B[row] = 0
 
+    def expire(self, request_ids: Collection[int]) -> None:
+        """Have new prompts overwrite the rows of these finished requests before other free rows."""
+        is_last_B = np.isin(self.request_ids_B, list(request_ids))
+        self.entered_B[is_last_B & ~self.busy_B] = 0
+
     def reusable_tokens(self, request: Request, rows: Sequence[int]) -> np.ndarray:
         """Return how many leading prompt tokens of a request each free row holds; int [R].
 

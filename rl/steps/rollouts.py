@@ -28,13 +28,12 @@ from reprise.models.decoder.transformer import Params
 from reprise.rl.assembly.system import System
 from reprise.rl.data.prompts import MAX_PASSED_OVER, UnreadableExample, prompts_for_step
 from reprise.rl.data.tasks import Example
-from reprise.rl.engine.engine import OnRound, RolloutEngine
 from reprise.rl.engine.rollout_spec import DrafterFactory, RolloutSpec
-from reprise.rl.exchange.responses import Responses, Scorer
+from reprise.rl.exchange.responses import Responses
 from reprise.rl.learner.optimizer import TrainState
 from reprise.rl.metrics.writer import Timings
 from reprise.rl.records.stats import EngineStats
-from reprise.rl.records.trajectory import NonFiniteLogits, Prompt, Request, Trajectory
+from reprise.rl.records.trajectory import Prompt, Request, Trajectory
 from reprise.rl.rewards.scores import Score
 from reprise.rl.sessions.ahead_engine import Prefetched
 from reprise.spec.retrieval.history import HistoryIndex
@@ -248,7 +247,7 @@ def _sample(
         with timings.section("rollout"):
             rule = system.reuse.rule(step)
             spec = spec_of(system, weights, key, step, drafts, rule, version=step - 1)
-            done, stats = run(system.engine, spec, requests, scorer, watch, name)
+            done, stats = scorer.run(system.engine, spec, requests, watch, name)
         for listener in system.listeners:
             listener.after_rollout(system.engine, weights, timings)
         with timings.section("reward"):  # the remaining scoring after the last response
@@ -299,7 +298,8 @@ def drafter_factory(
         prompts.tokens,
         last,
         first_group=first_group,
-        group_size=system.config.rollout.group_size,
+        # each turn of an episode is a request, so that no number of requests completes a group
+        group_size=0 if system.config.environment.factory else system.config.rollout.group_size,
         answers=lambda place: system.partition.answers(first_group + place),
         index=index,
     )
@@ -330,26 +330,6 @@ def spec_of(
     for listener in system.listeners:
         spec = listener.before_rollout(spec, step)
     return spec
-
-
-def run(
-    engine: RolloutEngine,
-    spec: RolloutSpec,
-    requests: Sequence[Request],
-    scorer: Scorer,
-    on_round: OnRound | None,
-    what: str,
-) -> tuple[list[Trajectory], EngineStats]:
-    """Return the responses to the requests of a process, if any, and the counts of the engine.
-
-    `what` names the rollout in errors.
-    """
-    if not requests:
-        return [], EngineStats()
-    try:
-        return engine.run(spec, requests, on_finish=scorer, on_round=on_round), engine.stats
-    except NonFiniteLogits as error:
-        raise NonFiniteLogits(f"{what}: {error}") from None
 
 
 def finish_step(

@@ -116,7 +116,8 @@ def punish_length(
     buffers = [config.algorithm.overlong_tokens(limit) for limit in limits]
     if not any(buffers):
         return list(trajectories), {}
-    penalties = overlong_penalties([t.num_tokens for t in trajectories], limits, buffers)
+    lengths = [t.longest_turn_tokens for t in trajectories]
+    penalties = overlong_penalties(lengths, limits, buffers)
     punished = [
         t if t.reward is None else dataclasses.replace(t, reward=t.reward + float(penalty))
         for t, penalty in zip(trajectories, penalties, strict=True)
@@ -136,8 +137,10 @@ def _subtract_kl(
     if not algorithm.kl_in_reward or algorithm.resolved.needs_critic:
         return list(trajectories), {}
     leave = partial(system.leave_update_if_stopped, True)
-    kl = trainer.token_kl(trajectories, system.learner, leave)
-    sums = [float(kl_T.sum(dtype=np.float64)) for kl_T in kl]
+    written = [t for t in trajectories if t.num_tokens]  # not failed before the first turn
+    kl = trainer.token_kl(written, system.learner, leave)
+    found = iter([float(kl_T.sum(dtype=np.float64)) for kl_T in kl])
+    sums = [next(found) if t.num_tokens else 0.0 for t in trajectories]
     penalised = [
         t
         if t.reward is None

@@ -56,7 +56,7 @@ def test_peers_keep_the_variants_that_an_earlier_result_chose(tmp_path):
     earlier = tmp_path / "earlier.json"
     earlier.write_text(json.dumps({"policy": "policies/tiny", "steps": {"systems": systems}}))
     sizes = dict.fromkeys(end_to_end.SIZES)
-    given = {"trl_python": "x", "tunix_python": None, "chosen": earlier} | sizes
+    given = {"trl_python": "x", "tunix_python": None, "chosen": earlier, "work": ""} | sizes
     bench = end_to_end.Bench(argparse.Namespace(policy="policies/tiny", **given), tmp_path)
     assert bench.chosen("trl") == {"variant": "b"} | tried and bench.variants == {"trl": "b"}
     assert bench.chosen(end_to_end.OURS) is None

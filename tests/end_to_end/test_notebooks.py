@@ -21,7 +21,7 @@ from reprise.rl.metrics.writer import MetricsConfig, MetricsWriter
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PLOTS = dict.fromkeys(("ahead", "drafter", "reuse", "schedulers", "speculation"), 3)
-PLOTS |= {"countdown": 5, "custom_loop": 1}
+PLOTS |= {"countdown": 5, "custom_loop": 1, "episodes": 1}
 SMALLER = {
     "countdown.ipynb": "from pathlib import Path\nFOLDER, PICTURE = Path('grid'), 'grid.png'",
     "ahead.ipynb": "STEPS, MORE = 3, ['Rollout.prompts_per_step=2', 'Rollout.group_size=4', "
@@ -30,6 +30,8 @@ SMALLER = {
     "custom_loop.ipynb": "FOLDER, STEPS, NUMBERS, GAMES, TURNS = 'policies/tiny', 5, 2, 4, 2\n"
     "SETTINGS = [*SETTINGS, "
     "'Sampling.max_new_tokens=24', 'Engine.slots=8', 'Engine.min_slots=8']",
+    "episodes.ipynb": "FOLDER, GROUPS, GROUP = 'policies/tiny', 2, 4\n"
+    "TURN_TOKENS, SLOTS, NODES = 16, 8, 2",
     "speculation.ipynb": "PROMPTS, GROUP, MAX_NEW_TOKENS, SLOTS, NODES = 4, 4, 32, 4, 2",
     "reuse.ipynb": "PROMPTS, GROUP, MAX_NEW_TOKENS, SLOTS = 4, 4, 32, 4",
     "schedulers.ipynb": "GROUPS, SHARES, SEEDS, MORE = 40, (0.0, 0.9), (0,), "

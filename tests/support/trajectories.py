@@ -1,7 +1,10 @@
 """Trajectories by hand."""
 
+import dataclasses
+
 import numpy as np
 
+from reprise.rl.records.episode import INSERTED, Episode
 from reprise.rl.records.trajectory import FinishReason, Trajectory
 
 
@@ -34,6 +37,20 @@ def trajectory(
         reward=reward,
         emission_logprobs=logprobs if emission is None else np.full(n, emission, np.float32),
     )
+
+
+def episode(number, prompt, pieces, **fields):
+    """Return one of several turns; `pieces` alternate between the policy and its environment."""
+    tokens = [token for piece in pieces for token in piece]
+    turns = [k // 2 if k % 2 == 0 else INSERTED for k, piece in enumerate(pieces) for _ in piece]
+    one = Episode(
+        tokens=np.array(tokens, np.int32),
+        turns=np.array(turns, np.int16),
+        end="done",
+        turn_rewards=[None] * len(pieces[::2]),
+    )
+    drawn = [token for piece in pieces[::2] for token in piece]
+    return dataclasses.replace(trajectory(number, prompt, drawn, **fields), episode=one)
 
 
 def some_trajectories(count=8, seed=0, max_response=12, min_response=1):

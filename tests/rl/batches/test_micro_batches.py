@@ -67,6 +67,34 @@ def test_old_and_reference_logprobs_where_given():
     assert inputs.rollout_logprobs_BT.tolist() == [[-1, -2, 0, 0]]
 
 
+def test_inserted_tokens_are_read_and_have_no_place_in_a_loss():
+    t = trajectories.episode(0, [5, 6], [[1, 2], [7, 8, 9], [3]], group=0, sample=0)
+    logprobs = np.array([-1, -2, -3], np.float32)
+    t = dataclasses.replace(t, logprobs=logprobs, emission_logprobs=logprobs - 1)
+    sampling = SamplingConfig(temperature=0.5)
+    [packed] = micro_batches.micro_batches([TrainSample(t, 2.0, sampling)], Shape(1, 8, 2))
+    batch = packed.batch
+    assert batch.tokens_BT.tolist() == [[5, 6, 1, 2, 7, 8, 9, 0]]
+    assert batch.targets_BT.tolist() == [[0, 1, 2, 7, 8, 9, 3, 0]]
+    assert batch.index_EM[0, :3].tolist() == [1, 2, 6]
+    assert batch.inputs.mask_BT.sum(1).tolist() == [3, 0]
+    assert batch.inputs.rollout_logprobs_BT[0, :4].tolist() == [-1, -2, -3, 0]
+    assert batch.inputs.old_logprobs_BT[0, :4].tolist() == [-1, -2, -3, 0]
+    assert batch.inputs.emission_logprobs_BT[0, :4].tolist() == [-2, -3, -4, 0]
+    temperature_BT = np.asarray(batch.processing_BT.temperature)
+    assert temperature_BT[0].tolist() == [1, 0.5, 0.5, 1, 1, 1, 0.5, 1]
+    values = np.arange(16, dtype=np.float32).reshape(2, 8)
+    [found] = micro_batches.unpacked([packed], [values], [t.num_tokens])
+    assert found.tolist() == [0, 1, 2]
+
+
+def test_an_episode_without_a_turn_is_left_out():
+    empty = trajectories.episode(0, [5], [], group=0, sample=0)
+    one = trajectories.episode(1, [5], [[1], [2], [3]], group=0, sample=1)
+    samples = micro_batches.select([empty, one], np.ones(2))
+    assert [s.trajectory.request_id for s in samples] == [1]
+
+
 def shapes_of(batch):
     return [(x.shape, x.dtype) for x in jax.tree.leaves(batch)]
 

@@ -483,7 +483,7 @@ TEXTS = {
     *("Metrics.wandb_project", "Ablation.variants", "Eval.sets", "Eval.best_by"),
     *("Eval.correct_by", "Task.date", "Task.chat_template"),
     *("Sampling.stop", "Sampling.by_task", "Task.chat_template_kwargs"),
-    "Trainer.remat",
+    *("Trainer.remat", "Environment.factory"),
     *("Cluster.coordinator", "Cluster.address"),
 }
 

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from loop_runs import counted_compilations
 from shapes import CHAT
-from trajectories import some_trajectories, trajectory
+from trajectories import episode, some_trajectories, trajectory
 
 from reprise.models.config import MeshConfig
 from reprise.models.decoder import transformer
 from reprise.models.sharding import make_mesh, param_shardings, ways_in_use
 from reprise.rl.batches import micro_batches
+from reprise.rl.batches.micro_batches import TrainSample
 from reprise.rl.learner import logprobs as scoring
 from reprise.rl.learner import trainer
 from reprise.rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
@@ -65,12 +66,12 @@ def leaves(tree):
     return [np.array(x) for x in jax.tree.leaves(tree)]
 
 
-def gradient_of(samples, shape):
+def gradient_of(samples, shape, recipe=RECIPE):
     """The accumulated gradient of one optimizer step, flat, and how many micro-batches it took."""
     params = transformer.init(CHAT, jax.random.key(0))
     packed = micro_batches.micro_batches(samples, shape)
     num_tokens = sum(s.trajectory.num_tokens for s in samples)
-    static = {"network": trainer.POLICY, "recipe": RECIPE}
+    static = {"network": trainer.POLICY, "recipe": recipe}
     normaliser = np.float32(num_tokens)
     scalars = StepScalars(normaliser, normaliser, np.bool_(True))
     accumulator = start(**static)
@@ -92,6 +93,37 @@ def test_any_split_into_micro_batches_gives_the_same_gradient():
     assert np.linalg.norm(whole) > 0.01
     assert np.linalg.norm(split - whole) <= 1e-6 * np.linalg.norm(whole)
     assert np.linalg.norm(alone - whole) <= 1e-6 * np.linalg.norm(whole)
+
+
+def test_an_episode_has_the_gradient_of_its_turns():
+    """Inserted tokens are read, and neither trained on nor counted."""
+    first, inserted, second = [3, 4, 5], [9, 8], [6, 7]
+    whole = episode(0, [1, 2], [first, inserted, second], group=0, sample=0)
+    turns = [
+        trajectory(0, [1, 2], first, group=0, sample=0),
+        trajectory(1, [1, 2, *first, *inserted], second, group=1, sample=0),
+    ]
+    recipe = dataclasses.replace(RECIPE, algorithm=AlgorithmConfig(aggregation="token"))
+    of_episode, _ = gradient_of([TrainSample(whole, 0.7)], WHOLE, recipe)
+    of_turns, _ = gradient_of([TrainSample(t, 0.7) for t in turns], WHOLE, recipe)
+    assert np.linalg.norm(of_turns) > 0.01
+    assert np.linalg.norm(of_episode - of_turns) <= 1e-6 * np.linalg.norm(of_turns)
+    params = transformer.init(CHAT, jax.random.key(0))
+    [found] = scoring.sample_logprobs(params, [TrainSample(whole, 0.7)], WHOLE, recipe)
+    apart = scoring.sample_logprobs(params, [TrainSample(t, 0.7) for t in turns], WHOLE, recipe)
+    np.testing.assert_allclose(found, np.concatenate(apart), atol=1e-6)
+
+
+def test_updates_and_kl_count_drawn_tokens():
+    pairs = [(0, [[3, 4], [9, 8, 7], [5]]), (1, [[6], [9], [2, 3]])]
+    episodes = [episode(i, [1, 2], pieces, group=0, sample=i) for i, pieces in pairs]
+    failed = dataclasses.replace(episode(2, [1, 2], [], group=0, sample=2), reward=None)
+    _, metrics = run(fresh_state(), [*episodes, failed], np.array([1, -1, 0], np.float32))
+    assert metrics["entropy"] == pytest.approx(2.7)
+    assert metrics["batch/samples"] == 2
+    params = transformer.init(CHAT, jax.random.key(0))
+    learner = trainer.Learner(RECIPE, SHAPE, SAMPLING, reference=params)
+    assert [len(x) for x in trainer.token_kl(episodes, learner)] == [3, 3]
 
 
 def test_a_planted_nan_stops_before_apply_and_names_its_sample():

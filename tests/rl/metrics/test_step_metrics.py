@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from trajectories import trajectory
+from trajectories import episode, trajectory
 
 from reprise.rl.data.tasks import Example
 from reprise.rl.metrics.step_metrics import sample_rows, step_metrics
@@ -45,6 +45,23 @@ def scores(*values, failure=None):
     return [Score({"digits": v}, 0.0 if v is None else v, None) for v in values[:-1]] + [
         Score({"digits": values[-1]}, values[-1], failure)
     ]
+
+
+def test_tokens_of_an_environment_do_not_count():
+    of = {"sample": 0, "logprobs": -0.5, "reward": None}
+    one = episode(0, [9], [[1, 2], [3, 4, 5], [6]], group=0, **of)
+    none = episode(1, [9], [], group=1, **of)
+    row = step_metrics([one, none], scores(1.0, None), stats(), step=3)
+    assert row["rollout_tokens"] == 3
+    assert row["completions/max_length"] == 3 and row["completions/min_length"] == 0
+    assert row["diversity/distinct_1"] == 1.0
+    assert row["episodes/inserted_tokens"] == 1.5
+    assert "completions/max_length" not in step_metrics([none], scores(None), stats(), step=3)
+    examples = [Example("e0", "ca", "b", {}, "t")] * 2
+    unscored = [Score({}, None)] * 2
+    [shown, _] = sample_rows(Letters(), examples, [one, none], ["", ""], unscored, None)
+    assert shown["num_tokens"] == 3 and shown["logprob"] == -1.5
+    assert shown["end"] == "done" and shown["turn_rewards"] == [None, None]
 
 
 def test_lengths_rewards_and_engine_counts():

@@ -60,7 +60,7 @@ def test_text_on_the_pipe_costs_the_sample_that_wrote_it(text):
 def test_text_that_comes_later_costs_nobody():
     with RewardPool(config("scribbles")) as pool:
         (late,) = scores_of(pool, ["late: junk\n"])
-        assert pool._workers[0]._readable.poll(60_000)  # milliseconds
+        assert pool._workers[0]._lines._readable.poll(60_000)  # milliseconds
         scores = scores_of(pool, ["x", "xx"])
         assert not pool.counters
     assert late.failure is None and [score.total for score in scores] == [1.0, 2.0]
@@ -172,7 +172,7 @@ def test_huge_rewards_are_counted_as_failures():
 def test_output_is_copied_up_to_a_bound(capfdbinary, monkeypatch, printed, wanted):
     monkeypatch.setattr(process, "MAX_OUTPUT_BYTES", 10)
     reader, writer = os.pipe()
-    output = process._Output(open(reader, "rb"))
+    output = process.Output(open(reader, "rb"))
     with open(writer, "wb") as file:
         file.write(printed)
     output.wait()

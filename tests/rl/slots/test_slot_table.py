@@ -25,6 +25,16 @@ def test_two_requests_may_have_the_same_noise():
     assert table.live().request_ids_A.tolist() == ids
 
 
+def test_rows_of_expired_requests_are_the_oldest():
+    table = SlotTable(3, 16, Endings(SamplingConfig(max_new_tokens=8)), keeps_responses=True)
+    for row in range(3):
+        table.enter(row, PartialRequest(Request(row, (1, 2, row))))
+    for row in (0, 2):
+        table.leave(row, 0)
+    table.expire([1, 2, 9])
+    assert table.entered_B.tolist() == [1, 2, 0]  # request 1 still runs
+
+
 def test_the_seed_of_a_request_is_a_column_and_ends_with_it():
     table = SlotTable(1, 16, Endings(SamplingConfig(max_new_tokens=8)))
     seeds = []
