@@ -61,7 +61,7 @@ class Writer:
         ids = choice.token_ids
         text = self._tails[choice.index].add(ids, is_last=True)
         text, calls, finish = self._with_calls(choice, text)
-        message = {"role": "assistant", "content": text or None if calls else text}
+        message: Json = {"role": "assistant", "content": text or None if calls else text}
         message |= {"tool_calls": calls} if calls else {}
         return {
             "index": choice.index,
