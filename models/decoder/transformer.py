@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from reprise.models.attention.attention import (
     attend_chunks,
     attend_nodes,
     causal_mask,
+    finite_values,
     packed_mask,
 )
 from reprise.models.attention.entries import Entries
@@ -45,7 +46,6 @@ from reprise.models.config import (
     ParamSpec,
     param_specs,
 )
-from reprise.models.decoder.heads import Projections
 from reprise.models.decoder.layers import (
     PRODUCT_AXES,
     dense,
@@ -53,10 +53,14 @@ from reprise.models.decoder.layers import (
     linear,
     rms_norm,
     rope_turns,
+    rotate,
 )
 from reprise.models.decoder.row_attention import attend_rows, is_faster
 from reprise.models.decoder.training import through_layers
-from reprise.models.sharding import constrain
+from reprise.models.sharding import constrain, platform_in_use
+
+if TYPE_CHECKING:
+    from reprise.models.decoder.gpu_heads import Turn
 
 for _weights in (Layer, Params, LowRank, Adapted):
     jax.tree_util.register_dataclass(_weights)
@@ -81,6 +85,7 @@ def init_from(specs: Any, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Any
 
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Turned = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
 
 
 def block(
@@ -90,23 +95,13 @@ def block(
     rope: tuple[jax.Array, jax.Array],
     look: Attend,
     input_BTE: jax.Array | None = None,
+    turn: Turned | None = None,
 ) -> jax.Array:
-    """Apply one decoder layer to x with `look`, an attention of queries, keys and values.
+    """Apply one decoder layer to x with the attention `look`; [B, T, D].
 
-    They are projected from `input_BTE`, by default the normed x. Returns [B, T, D].
+    Queries, keys and values are projected from `input_BTE`, by default the normed x. `turn` is a
+    kernel that norms and rotates them.
     """
-    return block_of(config, layer, x_BTD, rope, lambda new: look(*new.turned()), input_BTE)
-
-
-def block_of(
-    config: ModelConfig,
-    layer: Layer,
-    x_BTD: jax.Array,
-    rope: tuple[jax.Array, jax.Array],
-    look: Callable[[Projections], jax.Array],
-    input_BTE: jax.Array | None = None,
-) -> jax.Array:
-    """Compute `block` with an attention that norms and rotates by itself."""
     B, T, _ = x_BTD.shape
     y = input_BTE
     if y is None:
@@ -120,8 +115,15 @@ def block_of(
     q_BTHh = q.reshape(B, T, config.num_heads, config.head_dim)
     k_BTKh = k.reshape(B, T, config.num_kv_heads, config.head_dim)
     v_BTKh = v.reshape(B, T, config.num_kv_heads, config.head_dim)
-    norms = (layer.query_norm_h, layer.key_norm_h) if config.qk_norm else ()
-    out_BTHh = look(Projections(q_BTHh, k_BTKh, v_BTKh, norms, config.norm_eps, *rope))
+    if turn is not None:
+        q_BTHh, k_BTKh, v_BTKh = turn(q_BTHh, k_BTKh, v_BTKh)
+    else:
+        if config.qk_norm:
+            q_BTHh = rms_norm(q_BTHh, layer.query_norm_h, config.norm_eps)
+            k_BTKh = rms_norm(k_BTKh, layer.key_norm_h, config.norm_eps)
+        q_BTHh = rotate(q_BTHh, *rope)
+        k_BTKh = rotate(k_BTKh, *rope)
+    out_BTHh = look(q_BTHh, k_BTKh, v_BTKh)
     out_BTD = linear(out_BTHh.reshape(B, T, -1), layer.output_DQ)
     x_BTD = constrain(x_BTD + out_BTD, "batch", None, None)
     y = rms_norm(x_BTD, layer.mlp_norm_D, config.norm_eps)
@@ -320,15 +322,19 @@ def _cached_layer(
     """
     seen = []
     B = len(start_B)
+    append = None
+    turn = _turn_of(config, layer, rope, cached)
+    if turn is not None and chunks is None:
+        turn = append = turn.appending(cached, start_B)
 
-    def look(new: Projections) -> jax.Array:
-        if chunks is None and (appended := new.appended(cached, start_B)) is not None:
-            q_BNHh, held = appended
-            _, k_BNKh, v_BNKh = new.turned()  # the kernel of attention reads the pages
-            seen.append((held, (k_BNKh[B:, 0], v_BNKh[B:, 0])))
-            return held.attend_window(q_BNHh, k_BNKh, v_BNKh, start_B)
-        q_XNHh, k_XNKh, v_XNKh = new.of_round()
-        held, out_BNHh = cached.append_and_attend(q_XNHh[:B], k_XNKh[:B], v_XNKh[:B], start_B)
+    def look(q_XNHh: jax.Array, k_XNKh: jax.Array, v_XNKh: jax.Array) -> jax.Array:
+        k_XNKh, v_XNKh = finite_values(k_XNKh, v_XNKh)
+        q_BNHh, k_BNKh, v_BNKh = q_XNHh[:B], k_XNKh[:B], v_XNKh[:B]
+        if append is not None:
+            held = append.layer
+            out_BNHh = held.attend_window(q_BNHh, k_BNKh, v_BNKh, start_B)
+        else:
+            held, out_BNHh = cached.append_and_attend(q_BNHh, k_BNKh, v_BNKh, start_B)
         seen.append((held, (k_XNKh[B:, 0], v_XNKh[B:, 0])))
         if chunks is None:
             return out_BNHh
@@ -336,8 +342,19 @@ def _cached_layer(
         out_X1Hh = _look_of_chunks(q_XHh, k_XKh, v_XKh, held, chunks)
         return jnp.concatenate([out_BNHh, out_X1Hh])
 
-    x_XND = block_of(config, layer, x_XND, rope, look)
+    x_XND = block(config, layer, x_XND, rope, look, turn=turn)
     return x_XND, *seen[0]
+
+
+def _turn_of(
+    config: ModelConfig, layer: Layer, rope: tuple[jax.Array, jax.Array], pages: Any
+) -> Turn | None:
+    """Return the kernel of norms and rotary positions, if the platform in use has one."""
+    if platform_in_use() != "cuda":
+        return None
+    from reprise.models.decoder.gpu_heads import turn_of
+
+    return turn_of(config, layer, rope, pages)
 
 
 def _look_of_chunks(
@@ -366,8 +383,9 @@ def _nodes_layer(
     entries = []
     M = len(x_X1D) - (0 if chunks is None else chunks.tokens_TC.size)
 
-    def look(new: Projections) -> jax.Array:
-        q_XHh, k_XKh, v_XKh = (x[:, 0] for x in new.of_round())
+    def look(q_X1Hh: jax.Array, k_X1Kh: jax.Array, v_X1Kh: jax.Array) -> jax.Array:
+        q_XHh = q_X1Hh[:, 0]
+        k_XKh, v_XKh = finite_values(k_X1Kh[:, 0], v_X1Kh[:, 0])
         entries.append((k_XKh, v_XKh))
         out = []
         if M:
@@ -378,7 +396,8 @@ def _nodes_layer(
             out.append(_look_of_chunks(q_XHh[M:], k_XKh[M:], v_XKh[M:], cached, chunks))
         return jnp.concatenate(out)
 
-    x_X1D = block_of(config, layer, x_X1D, rope, look)
+    turn = _turn_of(config, layer, rope, cached)
+    x_X1D = block(config, layer, x_X1D, rope, look, turn=turn)
     return x_X1D, *entries[0]
 
 

@@ -5,8 +5,8 @@ A program has one head of one token: of a query, a key or a value. XLA needs six
     x ← x / √(mean(x²) + eps) · weight    if the policy norms queries and keys
     (x₁, x₂) ← (x₁ cos − x₂ sin, x₂ cos + x₁ sin)
 
-Results are rounded after each of the two, as in `models.decoder.heads`. Values are as there
-(`finite_values`).
+Results are rounded after each of the two, as by `rms_norm` and `rotate` of `models.decoder.layers`.
+Values and their keys are written as by `finite_values` of `models.attention.attention`.
 
 X tokens, H query heads, K key/value heads, h head size, P pages, T positions of a page.
 """
@@ -82,7 +82,7 @@ def turn(
     eps: float,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return queries and keys, [X, H, h] and [X, K, h]; keys of values that are not finite too."""
+    """Return queries and keys, [X, H, h] and [X, K, h], also keys of values that are not finite."""
     H = q_XHh.shape[1]
     inputs = cos_Xh, sin_Xh, *norms_h
     q_XHh, k_XKh = _call(

@@ -1,5 +1,6 @@
 """Queries, keys and values of rounds by the kernel of GPUs, interpreted, against those by XLA."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,9 +11,9 @@ import pytest
 from reprise.models import sharding
 from reprise.models.attention import kv_cache
 from reprise.models.config import MeshConfig, ModelConfig
-from reprise.models.decoder import heads, transformer
-from reprise.models.decoder.heads import Projections
-from reprise.models.decoder.layers import rope_turns
+from reprise.models.decoder import gpu_heads, transformer
+from reprise.models.decoder.gpu_heads import turn_of
+from reprise.models.decoder.layers import rms_norm, rope_turns, rotate
 from reprise.models.kernels.gpu import heads_gpu, hopper
 
 MODEL = ModelConfig(
@@ -45,7 +46,7 @@ def hopper_kernel(monkeypatch):
         return call
 
     monkeypatch.setattr(hopper, "is_hopper", lambda: True)
-    monkeypatch.setattr(heads, "platform_in_use", lambda: "cuda")
+    monkeypatch.setattr(transformer, "platform_in_use", lambda: "cuda")
     for name in ("append", "turn"):
         monkeypatch.setattr(heads_gpu, name, interpreted(name))
     jax.clear_caches()
@@ -53,13 +54,31 @@ def hopper_kernel(monkeypatch):
     jax.clear_caches()
 
 
-def projections(has_norms=True):
+def projected(dtype=jnp.bfloat16):
     rng = np.random.default_rng(0)
     shapes = (B, 1, 4, 64), (B, 1, 2, 64), (B, 1, 2, 64)
-    new = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
-    weights = tuple(jnp.asarray(rng.uniform(0.5, 2, size=64), jnp.bfloat16) for _ in range(2))
-    cos, sin = rope_turns(MODEL, jnp.arange(B)[:, None] * 7)
-    return Projections(*new, weights if has_norms else (), 1e-6, cos, sin)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def rope():
+    return rope_turns(MODEL, jnp.arange(B)[:, None] * 7)
+
+
+def layer_of(model, dtype=jnp.bfloat16):
+    """Return a layer whose norms differ from ones."""
+    layer = transformer.init(model, jax.random.key(0), dtype).layers[0]
+    if not model.qk_norm:
+        return layer
+    rng = np.random.default_rng(1)
+    weights = [jnp.asarray(rng.uniform(0.5, 2, size=64), dtype) for _ in range(2)]
+    return dataclasses.replace(layer, query_norm_h=weights[0], key_norm_h=weights[1])
+
+
+def by_xla(model, layer, q, k):
+    if model.qk_norm:
+        q = rms_norm(q, layer.query_norm_h, model.norm_eps)
+        k = rms_norm(k, layer.key_norm_h, model.norm_eps)
+    return rotate(q, *rope()), rotate(k, *rope())
 
 
 def empty_cache():
@@ -76,45 +95,43 @@ def assert_near(found, want):
     np.testing.assert_allclose(found, want, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("has_norms", [True, False])
-def test_a_round_with_drafts(hopper_kernel, monkeypatch, has_norms):
-    new = projections(has_norms)
-    found = new.of_round()
-    assert hopper_kernel == ["turn"]
-    monkeypatch.undo()
-    for one, other in zip(found, new.of_round(), strict=True):
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_queries_and_keys_of_a_round_with_drafts(hopper_kernel, qk_norm):
+    model = dataclasses.replace(MODEL, qk_norm=qk_norm)
+    layer = layer_of(model)
+    q, k, v = projected()
+    found = turn_of(model, layer, rope(), empty_cache().layer(0))(q, k, v)
+    assert hopper_kernel == ["turn"] and found[2] is v
+    for one, other in zip(found, by_xla(model, layer, q, k), strict=False):
         assert one.shape == other.shape
         assert_near(one, other)
 
 
 def test_tokens_are_appended_where_their_slots_have_pages(hopper_kernel):
-    new = projections()
-    q, k, v = new.turned()
+    layer = layer_of(MODEL)
+    q, k, v = projected()
     start_B = jnp.asarray([0, 9, 3, 16])  # the last is behind the pages of its slot
-    layer = empty_cache().layer(0)
-    found_q, held = new.appended(layer, start_B)
+    pages = empty_cache().layer(0)
+    append = turn_of(MODEL, layer, rope(), pages).appending(pages, start_B)
+    found_q, *_ = append(q, k, v)
     assert hopper_kernel == ["append"]
-    assert_near(found_q, q)
-    for pages, x in ((held.keys_PKTh, k), (held.values_PKTh, v)):
-        want = np.zeros(pages.shape, np.float32)
+    want_q, want_k = by_xla(MODEL, layer, q, k)
+    assert_near(found_q, want_q)
+    for held, x in ((append.layer.keys_PKTh, want_k), (append.layer.values_PKTh, v)):
+        want = np.zeros(held.shape, np.float32)
         want[0, :, 0] = x[0, 0]
         want[3, :, 1] = x[1, 0]  # page 1 of slot 1
-        assert_near(pages, want)
+        assert_near(held, want)
 
 
-@pytest.mark.parametrize("change", ["sums in order", "float32", "CPU"])
-def test_without_a_kernel_nothing_is_appended(hopper_kernel, monkeypatch, change):
-    new = projections()
+@pytest.mark.parametrize("change", ["sums in order", "float32", "another GPU"])
+def test_without_a_kernel_there_is_no_turn(hopper_kernel, monkeypatch, change):
     if change == "sums in order":
-        monkeypatch.setattr(heads, "sums_in_order_on_accelerators", lambda: True)
-    if change == "float32":
-        wide = [x.astype(jnp.float32) for x in (new.q_BTHh, new.k_BTKh, new.v_BTKh)]
-        new = Projections(*wide, new.norms, new.eps, new.cos_BTh, new.sin_BTh)
-    if change == "CPU":
-        monkeypatch.setattr(heads, "platform_in_use", lambda: "cpu")
-    assert new.appended(empty_cache().layer(0), jnp.zeros(B, jnp.int32)) is None
-    new.of_round()
-    assert hopper_kernel == []
+        monkeypatch.setattr(gpu_heads, "sums_in_order_on_accelerators", lambda: True)
+    if change == "another GPU":
+        monkeypatch.setattr(hopper, "is_hopper", lambda: False)
+    dtype = jnp.float32 if change == "float32" else jnp.bfloat16
+    assert turn_of(MODEL, layer_of(MODEL, dtype), rope(), empty_cache().layer(0)) is None
 
 
 @pytest.mark.parametrize("ways", [None, {"data": 2, "tensor": 2}])
