@@ -322,10 +322,10 @@ def _cached_layer(
     """
     seen = []
     B = len(start_B)
-    append = None
     turn = _turn_of(config, layer, rope, cached)
+    append = None
     if turn is not None and chunks is None:
-        turn = append = turn.appending(cached, start_B)
+        append = turn.appending(cached, start_B)
 
     def look(q_XNHh: jax.Array, k_XNKh: jax.Array, v_XNKh: jax.Array) -> jax.Array:
         k_XNKh, v_XNKh = finite_values(k_XNKh, v_XNKh)
@@ -342,7 +342,7 @@ def _cached_layer(
         out_X1Hh = _look_of_chunks(q_XHh, k_XKh, v_XKh, held, chunks)
         return jnp.concatenate([out_BNHh, out_X1Hh])
 
-    x_XND = block(config, layer, x_XND, rope, look, turn=turn)
+    x_XND = block(config, layer, x_XND, rope, look, turn=append or turn)
     return x_XND, *seen[0]
 
 
