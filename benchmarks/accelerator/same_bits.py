@@ -26,7 +26,8 @@ from benchmarks.accelerator.budget import Figures, Log
 from benchmarks.accelerator.sizes import Size, random_weights, summary, timed
 from benchmarks.passes import random_texts
 from benchmarks.turns import in_turns
-from reprise.models.decoder.layers import linear, rms_norm, rope_turns, rotate
+from reprise.models.decoder import transformer
+from reprise.models.decoder.layers import linear, rope_turns, rotate
 from reprise.spec.verification.sampling import masses
 
 REFERENCE_ROWS = 64
@@ -74,7 +75,7 @@ def elementwise(size: Size, row_counts: list[int]) -> Iterator[Figures]:
     at = jnp.arange(len(x))[:, None]
 
     def norm(x: jax.Array) -> jax.Array:
-        return rms_norm(x, jnp.ones(x.shape[-1], x.dtype), 1e-6)
+        return transformer.rms_norm(x, jnp.ones(x.shape[-1], x.dtype), 1e-6)
 
     def turned(x: jax.Array, at: jax.Array) -> jax.Array:
         return rotate(x, *rope_turns(model, at))[:, 0, 0]

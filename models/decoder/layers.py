@@ -360,13 +360,6 @@ def _sums_by_product(terms: jax.Array) -> jax.Array:
 scaled.defvjp(lambda x, weight_D: (x * weight_D, (x, weight_D)), _scaled_bwd)
 
 
-def rms_norm(x_D: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
-    """Return x / √(mean(x²) + eps) · weight over the last axis, computed in float32; [..., D]."""
-    x = x_D.astype(jnp.float32)
-    x = x * jax.lax.rsqrt(mean_square(x_D) + eps)
-    return scaled(x, weight_D.astype(jnp.float32)).astype(x_D.dtype)
-
-
 def rope_frequencies(config: ModelConfig) -> jax.Array:
     """Return the angular frequency of each pair, θ^(−2i/h); float32 [h/2].
 

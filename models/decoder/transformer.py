@@ -51,9 +51,10 @@ from reprise.models.decoder.layers import (
     dense,
     feed_forward,
     linear,
-    rms_norm,
+    mean_square,
     rope_turns,
     rotate,
+    scaled,
 )
 from reprise.models.decoder.row_attention import attend_rows, is_faster
 from reprise.models.decoder.training import through_layers
@@ -82,6 +83,13 @@ def init_from(specs: Any, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Any
 
     keys = jax.random.split(key, len(leaves))
     return tree.unflatten([one(spec, k) for spec, k in zip(leaves, keys, strict=True)])
+
+
+def rms_norm(x_D: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
+    """Return x / √(mean(x²) + eps) · weight over the last axis, computed in float32; [..., D]."""
+    x = x_D.astype(jnp.float32)
+    x = x * jax.lax.rsqrt(mean_square(x_D) + eps)
+    return scaled(x, weight_D.astype(jnp.float32)).astype(x_D.dtype)
 
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

@@ -24,7 +24,7 @@ from reprise.models.attention.attention import attend_both
 from reprise.models.attention.entries import KEY_AXIS, VALUE_AXIS, pin
 from reprise.models.attention.kv_cache import KVCache, pinned
 from reprise.models.decoder import transformer
-from reprise.models.decoder.layers import rms_norm, rope_turns
+from reprise.models.decoder.layers import rope_turns
 from reprise.models.sharding import replicated
 from reprise.spec.draft_cache.drafting import Inputs, RowEnds, unpack_ends
 from reprise.spec.draft_model.drafter import ChainDrafting, DraftModelDrafter, run_tokens
@@ -188,7 +188,7 @@ class _Cases:
         for i, layer in enumerate(self.params.layers):
             attend = look(held[i], columns[i])
             x_RED = transformer.block(config, layer, x_RED, rope, attend)
-        hidden_RED = rms_norm(x_RED, self.params.final_norm_D, config.norm_eps)
+        hidden_RED = transformer.rms_norm(x_RED, self.params.final_norm_D, config.norm_eps)
         return hidden_RED, tuple(new)
 
     def _best_two(self, hidden_RED: jax.Array, j: jax.Array) -> jax.Array:

@@ -25,8 +25,8 @@ from flax import struct
 
 from reprise.models.config import ModelConfig
 from reprise.models.decoder import transformer
-from reprise.models.decoder.layers import linear, rms_norm, rope_turns
-from reprise.models.decoder.transformer import Attend, Layer, ParamSpec
+from reprise.models.decoder.layers import linear, rope_turns
+from reprise.models.decoder.transformer import Attend, Layer, ParamSpec, rms_norm
 from reprise.spec.eagle.config import Design, EagleConfig
 
 

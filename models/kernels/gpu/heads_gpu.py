@@ -5,7 +5,7 @@ A program has one head of one token: of a query, a key or a value. XLA needs six
     x ← x / √(mean(x²) + eps) · weight    if the policy norms queries and keys
     (x₁, x₂) ← (x₁ cos − x₂ sin, x₂ cos + x₁ sin)
 
-Results are rounded after each of the two, as by `rms_norm` and `rotate` of `models.decoder.layers`.
+Results are rounded after each of the two, as by `rms_norm` and `rotate` of `models.decoder`.
 Values and their keys are written as by `finite_values` of `models.attention.attention`.
 
 X tokens, H query heads, K key/value heads, h head size, P pages, T positions of a page.

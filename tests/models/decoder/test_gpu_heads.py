@@ -13,7 +13,8 @@ from reprise.models.attention import kv_cache
 from reprise.models.config import MeshConfig, ModelConfig
 from reprise.models.decoder import gpu_heads, transformer
 from reprise.models.decoder.gpu_heads import turn_of
-from reprise.models.decoder.layers import rms_norm, rope_turns, rotate
+from reprise.models.decoder.layers import rope_turns, rotate
+from reprise.models.decoder.transformer import rms_norm
 from reprise.models.kernels.gpu import heads_gpu, hopper
 
 MODEL = ModelConfig(

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.models.decoder import transformer
-from reprise.models.decoder.layers import rms_norm
 from reprise.rl.drafter_training import offline
 from reprise.rl.drafter_training.offline import chunks, hidden_of, num_bytes, runs
 from reprise.rl.records.packing import Response
@@ -74,7 +73,9 @@ def test_packed_states_are_those_of_each_sequence_alone(design, small_passes):
         D = MODEL.d_model
         for i in range(len(layers) - 1):
             part = slice(i * D, (i + 1) * D)
-            states_TW[:, part] = rms_norm(states_TW[:, part], params.final_norm_D, MODEL.norm_eps)
+            states_TW[:, part] = transformer.rms_norm(
+                states_TW[:, part], params.final_norm_D, MODEL.norm_eps
+            )
         np.testing.assert_allclose(
             states_TW, alone(params, caught.tokens_T[:-1], layers), atol=2e-5, rtol=1e-5
         )
