@@ -81,7 +81,7 @@ class Characters:
     def encode_prompt(self, text):
         return self.encode(f"^{text}") if text else []
 
-    def apply_chat_template(self, messages, add_generation_prompt=True, **variables):
+    def apply_chat_template(self, messages, add_generation_prompt=True, tools=(), **variables):
         text = "".join(f"{k}={v} " for k, v in variables.items())
         text += "".join(f"<{m['role']}>{m['content']}" for m in messages)
         return self.encode(text + ("<assistant>" if add_generation_prompt else ""))
