@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from reprise.models.folder import Folder, read_plain
-from reprise.rl.metrics.tensorboard import EventFile
 from reprise.rl.runtime.run_files import (
     EVAL_SAMPLES_FILE,
     METRICS_FILE,
@@ -32,6 +31,7 @@ from reprise.rl.runtime.run_files import (
 )
 
 if TYPE_CHECKING:
+    from reprise.rl.metrics.tensorboard import EventFile
     from reprise.rl.metrics.wandb_run import WandbRun
     from reprise.rl.records.worker_record import WorkerStep
 
@@ -204,6 +204,8 @@ class MetricsWriter:
         self._files.clear()
 
     def _open_tensorboard(self, purge_step: int | None) -> EventFile:
+        from reprise.rl.metrics.tensorboard import EventFile
+
         # purge_step hides the rows that a killed run wrote after its checkpoint
         return EventFile(self._folder.folder(TENSORBOARD_FOLDER).path, purge_step)
 
