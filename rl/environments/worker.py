@@ -132,7 +132,8 @@ def _fork(control: socket.socket, descriptor: int, factory: Factory) -> int:
         control.close()
         os.setsid()  # a process group, killed as one
         die_with_parent(server_pid)
-        _serve(descriptor, factory)
+        with contextlib.suppress(ConnectionError):  # closed while an answer was on its way
+            _serve(descriptor, factory)
         status = 0
     except Exception:
         traceback.print_exc()

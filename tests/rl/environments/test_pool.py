@@ -1,5 +1,6 @@
 """Environments in processes: every fault costs its episode, and every other one is unaffected."""
 
+import select
 import signal
 import threading
 import time
@@ -13,7 +14,12 @@ from waiting import wait_until
 from reprise.rl.environments import pool as pool_module
 from reprise.rl.environments.config import EnvironmentConfig
 from reprise.rl.environments.pool import Environments, read_answer, seeds_of
-from reprise.rl.environments.server import EnvironmentServerError, EpisodeFailed, how_ended
+from reprise.rl.environments.server import (
+    EnvironmentServer,
+    EnvironmentServerError,
+    EpisodeFailed,
+    how_ended,
+)
 
 PLUGINS = Path(__file__).parent / "plugins"
 FAULTY = f"{PLUGINS / 'faults.py'}:Faulty"
@@ -181,6 +187,23 @@ def test_closing_leaves_no_process_and_ends_calls():
         timer.join()
     assert len(pids) == 2
     wait_until(lambda: not any(runs(pid) for pid in pids))
+
+
+def test_a_process_whose_answer_nobody_reads_exits_without_an_error():
+    server = EnvironmentServer(config(), 60)
+    try:
+        server.wait_ready()
+        process = server.open()
+        pid = process._pid
+        process._lines.send(b'{"op": "describe", "seeds": [1, 2]}', time.monotonic() + 10)
+        connection = process._lines._socket
+        assert select.select([connection], [], [], 10)[0]
+        connection.close()
+        stat = Path(f"/proc/{pid}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z")
+        assert server.end(pid) == "its process ended: exit status 0"
+    finally:
+        server.dispose()
 
 
 def test_an_ended_episode_leaves_no_process():
