@@ -337,7 +337,9 @@ def _cached_layer(
 
     def look(q_XNHh: jax.Array, k_XNKh: jax.Array, v_XNKh: jax.Array) -> jax.Array:
         k_XNKh, v_XNKh = finite_values(k_XNKh, v_XNKh)
-        q_BNHh, k_BNKh, v_BNKh = q_XNHh[:B], k_XNKh[:B], v_XNKh[:B]
+        q_BNHh = q_XNHh[:B]
+        k_BNKh = k_XNKh[:B]
+        v_BNKh = v_XNKh[:B]
         if append is not None:
             held = append.layer
             out_BNHh = held.attend_window(q_BNHh, k_BNKh, v_BNKh, start_B)
