@@ -17,7 +17,7 @@ from typing import Any
 
 START = "<tool_call>"
 MAX_CALLS = 64  # of a turn
-MAX_DEPTH = 64  # of lists and objects in the arguments
+MAX_DEPTH = 64  # of lists and objects
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _SHOWN = 80
 
@@ -64,11 +64,12 @@ def _checked(call: Any) -> ToolCall:
         arguments = json.loads(arguments, parse_constant=_refuse)
     if not isinstance(arguments, dict):
         raise ValueError(f"expected arguments as an object, got {_shown(arguments)}")
-    _check_depth(arguments)
+    check_depth(arguments)
     return ToolCall(call["name"], arguments)
 
 
-def _check_depth(value: Any) -> None:
+def check_depth(value: Any) -> None:
+    """Raise ValueError for a JSON value that is nested deeper than `MAX_DEPTH`."""
     level = [value]
     for _ in range(MAX_DEPTH):
         inner = [x.values() if isinstance(x, dict) else x for x in level]

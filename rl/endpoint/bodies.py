@@ -16,13 +16,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from reprise.models.text.tokenizer import Tokenizer
+from reprise.models.text.tool_calls import check_depth
 from reprise.rl.server import bodies
 from reprise.rl.server.bodies import MAX_SAMPLES, field, number
 from reprise.spec.config import SamplingConfig
 
 MAX_SEED = 2**31 - 1  # as `Policy.sample`
 MAX_LOGPROBS = 1
-MAX_DEPTH = 64  # of lists and objects in a body
 NAME = re.compile(r"[\x21-\x7e]{1,128}")  # of a request
 IGNORED = frozenset(
     (
@@ -169,7 +169,7 @@ def _read(
     body: Mapping[str, Any], known: Collection[str], ignored: Collection[str] = ()
 ) -> dict[str, Any]:
     """Return the fields of a body that have a meaning here. Raises ValueError for other fields."""
-    _check_depth(body)
+    check_depth(body)
     result = dict[str, Any]()
     for name, value in body.items():
         if value is None or name in IGNORED or name in ignored:
@@ -193,16 +193,6 @@ def _read(
 def _equal(value: Any, neutral: Any) -> bool:
     """Return whether two JSON values are equal; a boolean is no number."""
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
-
-
-def _check_depth(body: Any) -> None:
-    """Raise ValueError for deeper lists and objects than other readers of JSON take."""
-    level = [body]
-    for _ in range(MAX_DEPTH):
-        inner = [x.values() if isinstance(x, dict) else x for x in level]
-        level = [y for x in inner for y in x if isinstance(y, dict | list)]
-    if level:
-        raise ValueError(f"expected lists and objects of at most {MAX_DEPTH} levels")
 
 
 def _name(body: Mapping[str, Any], prefix: str) -> str:
@@ -384,7 +374,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-            _check_depth([arguments])
+            check_depth([arguments])
         except (ValueError, RecursionError):
             arguments = function["arguments"]  # as the policy wrote them
     return {**call, "function": {**function, "arguments": arguments}}
