@@ -14,13 +14,13 @@ import dataclasses
 import queue
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from reprise.models.text.tokenizer import Tokenizer
 from reprise.rl.data.tasks import Example
 from reprise.rl.engine.engine import Engine, OnRound
 from reprise.rl.engine.rollout_spec import RolloutSpec
-from reprise.rl.environments.pool import Answer, row_of
+from reprise.rl.environments.pool import Answer, Environments, row_of
+from reprise.rl.environments.rendering import TurnRenderer
 from reprise.rl.environments.server import EpisodeFailed
 from reprise.rl.environments.transcript import Transcript
 from reprise.rl.records.trajectory import (
@@ -55,43 +55,6 @@ PlayedEpisode = tuple[Trajectory, Score]
 POLL_S = 0.05  # between calls of `on_round` while all episodes wait for their environments
 
 
-class EnvironmentCalls(Protocol):
-    """The calls of environments (`rl.environments.pool.Environments`)."""
-
-    def reset(
-        self, episode: int, row: Mapping[str, Any], seeds: Sequence[int]
-    ) -> Future[Answer]: ...
-
-    def step(self, episode: int, text: str) -> Future[Answer]: ...
-
-    def score(self, episode: int) -> Future[Answer]: ...
-
-    def end(self, episode: int) -> None: ...
-
-    def end_all(self) -> None: ...
-
-
-class Renderer(Protocol):
-    """Messages as token ids (`rl.environments.rendering.TurnRenderer`)."""
-
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-
-    def uses_template(self, example: Example) -> bool: ...
-
-    def prompt(
-        self, example: Example, messages: Sequence[Mapping[str, str]] = (), text: str = ""
-    ) -> tuple[int, ...]: ...
-
-    def after(
-        self,
-        turn_ids: Sequence[int],
-        messages: Sequence[Mapping[str, str]],
-        *,
-        uses_template: bool,
-    ) -> list[int]: ...
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class EpisodeJob:
     """An episode to play: the request of its first turn, its example, and the seeds of `reset`.
@@ -110,7 +73,6 @@ class _Play:
 
     job: EpisodeJob
     transcript: Transcript
-    last_ids: Sequence[int] = ()  # of the last turn
     rewards: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
     num_calls: int = 0
     num_failed_calls: int = 0
@@ -127,8 +89,8 @@ class EpisodeRollout:
     def __init__(
         self,
         engine: Engine,
-        environments: EnvironmentCalls,
-        renderer: Renderer,
+        environments: Environments,
+        renderer: TurnRenderer,
         limits: EpisodeLimits,
         on_failure: Literal["zero", "skip"] = "skip",
     ) -> None:
@@ -253,7 +215,6 @@ class EpisodeRollout:
         play = self._plays[episode_id]
         ids = t.response_ids.tolist()
         play.transcript.add_turn(t, self._renderer.tokenizer.decode(ids))
-        play.last_ids = ids
         return self._episodes.handle(Drawn(episode_id, turn, t.num_tokens, t.truncated))
 
     def _answered(self, episode_id: int, call: int, future: Future[Answer]) -> list[Action]:
@@ -287,8 +248,9 @@ class EpisodeRollout:
                 return self._renderer.prompt(example, answer.messages, answer.text)
             if answer.done:
                 return ()
+            last_ids = play.transcript.last_turn_ids
             uses_template = self._renderer.uses_template(example)
-            return self._renderer.after(play.last_ids, answer.messages, uses_template=uses_template)
+            return self._renderer.after(last_ids, answer.messages, uses_template=uses_template)
         except ValueError as error:
             raise EpisodeFailed("answer", f"its messages have no tokens: {error}") from error
 

@@ -19,8 +19,7 @@ from reprise.rl.environments.episode_rollout import EpisodeJob, EpisodeRollout
 from reprise.rl.environments.opened import OpenEnvironments, opened
 from reprise.rl.environments.pool import seeds_of
 from reprise.rl.exchange.responses import Scorer
-from reprise.rl.records.stats import EngineStats
-from reprise.rl.records.trajectory import NonFiniteLogits, Request, Trajectory
+from reprise.rl.records.trajectory import Request, Trajectory
 from reprise.rl.rewards.scores import Score
 from reprise.sched.episodes import EpisodeLimits
 
@@ -37,17 +36,14 @@ class EpisodeScorer(Scorer):
         self._max_prompt_tokens = max_prompt_tokens
         self._scores: dict[int, Score] = {}
 
-    def run(
+    def _drawn(
         self,
         engine: RolloutEngine,
         spec: RolloutSpec,
         requests: Sequence[Request],
         on_round: OnRound | None,
-        what: str,
-    ) -> tuple[list[Trajectory], EngineStats]:
+    ) -> list[Trajectory]:
         """Play the episodes on one engine. Raises as `EpisodeRollout.run`."""
-        if not requests:
-            return [], EngineStats()
         [one] = engine.engines
         config = self._environments.config
         key_data = engine.do(lambda: np.asarray(jax.random.key_data(spec.key)))
@@ -66,12 +62,9 @@ class EpisodeScorer(Scorer):
         rollout = EpisodeRollout(
             one, self._environments.calls, self._environments.turns, limits, config.on_failure
         )
-        try:
-            played = engine.do(partial(rollout.run, spec, jobs, on_round=on_round))
-        except NonFiniteLogits as error:
-            raise NonFiniteLogits(f"{what}: {error}") from None
+        played = engine.do(partial(rollout.run, spec, jobs, on_round=on_round))
         self._scores |= {t.request_id: score for t, score in played}
-        return [t for t, _ in played], engine.stats
+        return [t for t, _ in played]
 
     def _result(self, t: Trajectory) -> tuple[Score, str]:
         """Return the score of an episode, and its text after the prompt."""

@@ -41,6 +41,12 @@ class Transcript:
         self._append(ids, INSERTED)
         self.messages += messages
 
+    @property
+    def last_turn_ids(self) -> list[int]:
+        """Return the tokens of the last turn of the policy."""
+        ids: list[int] = self._drawn[-1].response_ids.tolist()
+        return ids
+
     def last_turn(self) -> str:
         """Return the text of the last turn of the policy, empty before the first."""
         texts = [m["content"] for m in self.messages if m["role"] == "assistant"]

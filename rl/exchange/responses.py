@@ -300,14 +300,24 @@ class Scorer:
     ) -> tuple[list[Trajectory], EngineStats]:
         """Return the responses to the requests of a process, if any, and the counts of the engine.
 
-        Each response is scored once it finishes. `what` names the rollout in errors.
+        `what` names the rollout in errors.
         """
         if not requests:
             return [], EngineStats()
         try:
-            return engine.run(spec, requests, on_finish=self, on_round=on_round), engine.stats
+            return self._drawn(engine, spec, requests, on_round), engine.stats
         except NonFiniteLogits as error:
             raise NonFiniteLogits(f"{what}: {error}") from None
+
+    def _drawn(
+        self,
+        engine: RolloutEngine,
+        spec: RolloutSpec,
+        requests: Sequence[Request],
+        on_round: OnRound | None,
+    ) -> list[Trajectory]:
+        """Return the responses; each is scored once it finishes."""
+        return engine.run(spec, requests, on_finish=self, on_round=on_round)
 
     def waits_for(self, group_id: int) -> bool:
         """Return whether finished responses of a group wait for the rest of the group."""

@@ -299,7 +299,7 @@ def drafter_factory(
         last,
         first_group=first_group,
         # each turn of an episode is a request, so that no number of requests completes a group
-        group_size=0 if system.config.environment.factory else system.config.rollout.group_size,
+        group_size=0 if system.config.environment.enabled else system.config.rollout.group_size,
         answers=lambda place: system.partition.answers(first_group + place),
         index=index,
     )

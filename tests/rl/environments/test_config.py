@@ -2,7 +2,8 @@
 
 import pytest
 
-from reprise.rl.environments.config import EnvironmentConfig, validate
+from reprise.rl.environments.config import MAX_TURNS, EnvironmentConfig, validate
+from reprise.sched import episodes
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,10 @@ from reprise.rl.environments.config import EnvironmentConfig, validate
 def test_values_that_cannot_be_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         EnvironmentConfig(**changes)
+
+
+def test_every_turn_has_names_of_noise():
+    assert MAX_TURNS == episodes.MAX_TURNS
 
 
 def test_an_episode_has_room_for_all_turns_unless_it_is_limited():
