@@ -16,7 +16,7 @@ from reprise.rl.answers import math_answers
 from reprise.rl.answers.answers import expected_answer, extract_answer
 from reprise.rl.data import reasoning_gym_tasks
 from reprise.rl.data.specs import parse_spec
-from reprise.rl.rewards.config import BUILT_IN, ENVIRONMENT
+from reprise.rl.rewards.config import BUILT_IN
 from reprise.rl.runtime.user_files import did_you_mean, load_user_name
 
 Columns = Mapping[str, Any]  # of the example, with its answer
@@ -41,8 +41,6 @@ class BuiltIn:
         self, *, completions: list[str], columns: Columns, spec: str, **_: Any
     ) -> list[float | None]:
         """Score the responses of a job, each by itself."""
-        if self._name == ENVIRONMENT:  # which has scored the episode
-            return [None] * len(completions)
         if self._name == "task":
             return [task_reward(text, columns, spec, self._extract) for text in completions]
         compare = math_verify if self._name == "math_verify" else exact_match

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from reprise.rl.rewards.config import RewardConfig, validate
+from reprise.rl.rewards.config import ENVIRONMENT, RewardConfig, validate
 from reprise.rl.rewards.process import RewardWorkerError, WorkerProcess, WorkerStopped
 from reprise.rl.rewards.scores import (
     MARGIN_S,
@@ -51,7 +51,8 @@ class RewardPool(Rewards):
         self._closed = False
 
     def start(self) -> None:
-        self._started = [Future() for _ in range(self.config.workers)]
+        scores_here = self.config.functions != (ENVIRONMENT,)  # else environments give all rewards
+        self._started = [Future() for _ in range(self.config.workers if scores_here else 0)]
         for slot, started in enumerate(self._started):
             thread = threading.Thread(
                 target=self._serve, args=(slot, started), name=f"reward-{slot}", daemon=True

@@ -37,6 +37,14 @@ def impatient(pool):
         worker._config = dataclasses.replace(worker._config, deadline_s=0.5)
 
 
+def test_no_worker_starts_where_environments_give_the_rewards():
+    with RewardPool(config("environment", workers=2)) as pool:
+        pool.wait_started()
+        assert not pool._threads
+    with RewardPool(config("exact_match", workers=2)) as pool:
+        assert len(pool._threads) == 2
+
+
 FAULTS = {
     "raise": "raised",
     "sys_exit": "raised",
