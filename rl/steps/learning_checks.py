@@ -50,6 +50,15 @@ def compared_groups(config: TrainConfig, trajectories: Sequence[Trajectory]) -> 
     return [0 if is_one else t.group_id for t in trajectories]
 
 
+ALL_CUT = (
+    "all responses are cut off at Sampling.max_new_tokens: raise it, or prompt for shorter answers"
+)
+ALL_STOPPED = (
+    "a limit has stopped all episodes: raise Environment.max_turns, Environment.max_tokens or "
+    "Sampling.max_new_tokens"
+)
+
+
 def missing_signal(
     config: TrainConfig,
     trajectories: Sequence[Trajectory],
@@ -84,20 +93,17 @@ def missing_signal(
     if any(r is not None and group in differ and not mask for r, group, mask in triples):
         return None
     if all(t.truncated for t in scored):
-        return (
-            "all responses are cut off at Sampling.max_new_tokens: raise it, or prompt for shorter "
-            "answers"
-        )
+        return ALL_STOPPED if config.environment.enabled else ALL_CUT
     if differ:
         return "all responses whose rewards differ are cut off, and Algorithm.mask_truncated is on"
     values = {t.reward for t in scored}
     text = f"all rewards are {values.pop():g}" if len(values) == 1 else "no group's rewards differ"
     if algorithm.resolved.max_extra_phases is not None:
         text = f"no group is left to train on, since {text}"
-    return (
-        f"{text}: look at samples.jsonl; does Reward.extract find the answers, are the questions "
-        "too easy or too hard?"
-    )
+    hint = "does Reward.extract find the answers"
+    if config.environment.enabled:
+        hint = "does the environment tell good episodes from bad ones"
+    return f"{text}: look at samples.jsonl; {hint}, are the questions too easy or too hard?"
 
 
 class LearningWatch:

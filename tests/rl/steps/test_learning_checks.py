@@ -72,6 +72,7 @@ def missing(rewards, *overrides, used=None, parts=(), **fields):
 
 CUT = {"finish": FinishReason.LENGTH}
 MASK = "Algorithm.mask_truncated=True"
+EPISODES = "Environment.factory='env.py:Env'"
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,8 @@ MASK = "Algorithm.mask_truncated=True"
             "no group is left to train on, since no group's rewards differ",
         ),
         (missing([0.5] * 4, "Algorithm.name='ppo'"), "all rewards are 0.5"),
+        (missing([0.0] * 4, EPISODES), "does the environment tell good episodes from bad ones"),
+        (missing([0.0] * 4, EPISODES, **CUT), "a limit has stopped all episodes"),
     ],
 )
 def test_the_reason_is_named(reason, text):
