@@ -1,6 +1,6 @@
 """Norms, rotary positions and cache writes of new tokens: one kernel, by Triton.
 
-A program has one head of one token: of a query, a key or a value. XLA needs six kernels for them.
+A program has one head of one token: of a query, a key or a value. XLA has several kernels for that.
 
     x ← x / √(mean(x²) + eps) · weight    if the policy norms queries and keys
     (x₁, x₂) ← (x₁ cos − x₂ sin, x₂ cos + x₁ sin)
